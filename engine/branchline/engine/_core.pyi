@@ -1,0 +1,156 @@
+"""The compiled core: page pool and branch tree. No K/V lives here: it deals in page numbers and token counts.
+
+A **page** holds `page_tokens` tokens. A **segment** is an immutable run of tokens with its own pages, a parent segment and a
+reference count. A **branch** is a pointer to a segment plus a growing tail. Every page has exactly one owner: a segment or
+the tail of a branch. A branch handle is a 64-bit integer that carries a generation: one that was released is refused with
+ReleasedHandleError for ever, and never names another branch.
+
+Not thread-safe: one thread drives it. `counters` alone may be read from any thread.
+"""
+
+from typing import final
+
+import numpy as np
+import numpy.typing as npt
+
+class CoreError(Exception):
+    """Base of the core's errors."""
+
+class ReleasedHandleError(CoreError):
+    """The handle names a branch that was released, or none that ever was."""
+
+class OutOfPagesError(CoreError):
+    """Not enough free pages. Nothing was changed. The text has the numbers (need, free, total)."""
+
+class OutOfBranchesError(CoreError):
+    """`max_branches` (or the segments that go with them) are in use. Nothing was changed."""
+
+class BatchError(CoreError, ValueError):
+    """A slot is out of range or taken, a branch is in the batch already or not at all, a plan is not committed, …"""
+
+@final
+class BranchTree:
+    """Pages, segments and branches of one engine, and the arrays of its steps."""
+
+    def __init__(
+        self,
+        num_pages: int,
+        *,
+        page_tokens: int = 16,
+        max_branches: int = 65536,
+        max_batch: int = 512,
+        max_step_tokens: int = 1024,
+        max_levels: int = 8,
+    ) -> None:
+        """All memory is allocated here.
+
+        `max_levels`: most *hard* levels in one chain (boundaries that lie inside a page without a copy). A branch whose
+        first append would pass that copies the filled part of the parent's last page instead (copy-on-write). 1: every
+        unaligned fork copies, so that each row's K/V is one flat table and `num_levels` may still be > 1 at page-aligned
+        sharing points.
+
+        Raises ValueError on a size below 1.
+        """
+    # --- branches (effects are immediate; none of these may be called between plan() and commit()/rollback()) ---
+    def root(self) -> int:
+        """Make an empty branch. Raises OutOfBranchesError."""
+
+    def fork(self, branch: int) -> int:
+        """Make a child: shares every token of `branch`. O(1); copies nothing. `branch` itself can go on."""
+
+    def fork_many(self, branch: int, count: int) -> npt.NDArray[np.uint64]:
+        """Make `count` children at once. O(1) per child. All or none."""
+
+    def release(self, branch: int) -> None:
+        """Give up a branch. Its tail's pages return, and those of segments that nobody holds any more."""
+
+    def release_many(self, branches: npt.NDArray[np.uint64]) -> None:
+        """Give up many. Checks all handles first (also for duplicates): all or none."""
+
+    def truncate(self, branch: int, num_tokens: int) -> None:
+        """Shorten a branch's own tail to `num_tokens` in total. ValueError below its shared part or above its length."""
+
+    def length(self, branch: int) -> int:
+        """Tokens of the branch, the shared ones included."""
+
+    def shared_length(self, branch: int) -> int:
+        """Tokens in the segments above the branch's tail."""
+
+    def tokens(self, branch: int) -> npt.NDArray[np.int32]:
+        """All token ids of the branch, root first. A copy."""
+
+    def pages(self, branch: int) -> npt.NDArray[np.int32]:
+        """Numbers of the pages that the branch reads, root first, shared ones included. A copy."""
+
+    def describe(self, branch: int) -> tuple[int, int, int, int, int]:
+        """(num_tokens, shared_tokens, shared_pages, private_pages, depth in segments)."""
+
+    def pages_needed(self, branch: int, num_tokens: int) -> int:
+        """New pages that appending `num_tokens` would take now (a copied half page included)."""
+    # --- the batch: decode rows stay from step to step ---
+    def join(self, branch: int, slot: int, next_token: int) -> None:
+        """Put a branch into the batch as a decode row with request slot `slot` (0 <= slot < max_batch)."""
+
+    def leave(self, branch: int) -> None:
+        """Take a branch out of the batch. `release` and `release_many` do so by themselves."""
+
+    def prefill(self, branch: int, slot: int, tokens: npt.NDArray[np.int32]) -> None:
+        """Add a row of several tokens to the next plan only. The branch must not be in the batch."""
+
+    @property
+    def next_tokens(self) -> npt.NDArray[np.int32]:
+        """[max_batch], by slot: the token that the decode row of that slot takes in the next plan. The sampler writes it."""
+
+    def plan(self) -> int:
+        """Take the pages that every row needs, append each row's new tokens, fill the step's arrays. Returns the number of
+        tokens T. Raises OutOfPagesError, or BatchError over max_step_tokens; then nothing has changed and the prefill rows are still queued."""
+
+    def commit(self) -> None:
+        """The step's K/V are computed: keep the new lengths. Prefill rows are gone from the batch."""
+
+    def rollback(self) -> None:
+        """The step failed: take the new tokens and pages back. Prefill rows are gone from the batch, decode rows stay."""
+    # --- arrays of the last plan: allocated once, views of the same memory for ever; only the first N entries count ---
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def num_levels(self) -> int: ...
+    @property
+    def num_copies(self) -> int: ...
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def positions(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def write_slots(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def row_indptr(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def row_slots(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def copy_src(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def copy_dst(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def copy_tokens(self) -> npt.NDArray[np.int32]: ...
+    def level(
+        self, index: int
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+        """Level `index` of the last plan: (qo_indptr, kv_indptr, kv_indices, last_page_len), cut to size. Views. The meaning
+        is in `branchline.engine.step.Level`."""
+    # --- state ---
+    @property
+    def num_free_pages(self) -> int: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def num_branches(self) -> int: ...
+    @property
+    def num_segments(self) -> int: ...
+    @property
+    def page_tokens(self) -> int: ...
+    def check(self) -> None:
+        """Verify every invariant: free + held = total, each page has one owner, each count equals its holders. Raises
+        CoreError that says which failed."""

@@ -1,0 +1,87 @@
+"""The contract of an attention backend. Adding one is one file beside this one: `attention/<name>.py` with a class `Backend`."""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+
+import torch
+
+from branchline.engine.step import Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSpec:
+    """Shapes of a model's attention. `scale` multiplies the logits (usually head_dim ** -0.5)."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_tokens: int
+    scale: float
+    dtype: torch.dtype
+    device: torch.device
+
+
+class PagePool:
+    """The K/V memory of an engine: one allocation, page-major.
+
+    `data` has shape [pages, layers, 2, kv_heads, page_tokens, head_dim] (2: K, then V), so that one page is one contiguous
+    block of bytes (a swap or a transfer is one copy) and a layer's view is FlashInfer's HND layout.
+    """
+
+    def __init__(self, spec: AttentionSpec, num_pages: int) -> None:
+        self.spec = spec
+        self.num_pages = num_pages
+        self.data = torch.zeros(
+            (num_pages, spec.num_layers, 2, spec.num_kv_heads, spec.page_tokens, spec.head_dim),
+            dtype=spec.dtype,
+            device=spec.device,
+        )
+
+    @staticmethod
+    def page_bytes(spec: AttentionSpec) -> int:
+        """Bytes of one page."""
+        return spec.num_layers * 2 * spec.num_kv_heads * spec.page_tokens * spec.head_dim * spec.dtype.itemsize
+
+    def copy_filled(self, step: Step) -> int:
+        """Do the step's copy-on-write list: the filled tokens only. Modifies the destination pages. Returns bytes copied."""
+        token_bytes = self.page_bytes(self.spec) // self.spec.page_tokens
+        copied = 0
+        for src, dst, filled in zip(step.copy_src.tolist(), step.copy_dst.tolist(), step.copy_tokens.tolist(), strict=True):
+            self.data[dst, :, :, :, :filled] = self.data[src, :, :, :, :filled]
+            copied += filled * token_bytes
+        return copied
+
+
+class AttentionBackend(abc.ABC):
+    """Attention over the branch tree. One instance belongs to one engine and is used from its thread only.
+
+    Attributes:
+        max_levels: most hard levels (segments that end in a half-filled page) that the core may give it in one chain before
+            it must copy the filled part of a page instead; at least 1.
+    """
+
+    max_levels: int
+
+    def __init__(self, spec: AttentionSpec, pool: PagePool) -> None:
+        self.spec = spec
+        self.pool = pool
+
+    @abc.abstractmethod
+    def plan(self, step: Step) -> None:
+        """Take the arrays of the next forward. Borrows `step` until the next plan. Called once a step."""
+
+    @abc.abstractmethod
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Write the step's new K/V of `layer` into the pool, then attend.
+
+        Args:
+            layer: index of the layer.
+            q: [T, num_heads, head_dim], rope applied. Not modified.
+            k, v: [T, num_kv_heads, head_dim], rope applied to k. Written at the step's `write_slots`.
+
+        Returns:
+            [T, num_heads, head_dim]: softmax(scale · q kᵀ) v over all the tokens that each query sees.
+        """

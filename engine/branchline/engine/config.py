@@ -1,0 +1,80 @@
+"""The engine's settings, in one frozen Struct."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, Literal
+
+import msgspec
+
+from branchline.engine.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How one engine is built.
+
+    Attributes:
+        model: a built-in name, a .gguf file, a Hugging Face folder, or a Hugging Face repository id.
+        served_name: what clients call the model; None: the model's own short name.
+        dtype: of weights and K/V in memory.
+        device: "cpu" or "cuda".
+        attention: a backend's module name in `branchline.engine.attention`; "auto" takes the device's best.
+        pool_bytes: size of the K/V pool; None: room for `pool_tokens`.
+        pool_tokens: tokens of the pool when `pool_bytes` is None.
+        page_tokens: tokens a page.
+        max_batch: most branches in one step.
+        max_step_tokens: token budget of a step: decoding rows first, the rest is prefill.
+        max_waiting: most requests that may wait; one more is refused with EngineOverloadedError.
+        default_max_tokens: output bound of a generation that gives none.
+        context_length: bound on a branch's tokens; None: the model's own.
+        threads: compute threads; None: the cores that this process may use.
+        session_timeout_s: a session from which nothing was heard for so long is closed and its branches released.
+        deterministic_seed: the seed that requests without one draw theirs from; None: from the operating system.
+    """
+
+    model: str = DEFAULT_MODEL
+    served_name: str | None = None
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    device: Literal["cpu", "cuda"] = "cpu"
+    attention: str = "auto"
+    pool_bytes: int | None = None
+    pool_tokens: int = 32768
+    page_tokens: int = 16
+    max_batch: int = 512
+    max_step_tokens: int = 1024
+    max_waiting: int = 4096
+    default_max_tokens: int = 512
+    context_length: int | None = None
+    threads: int | None = None
+    session_timeout_s: float = 60.0
+    deterministic_seed: int | None = None
+
+    def validate(self) -> EngineConfig:
+        """Return self. Raises ConfigError that names the first setting out of range."""
+        at_least_one = (
+            "pool_bytes", "pool_tokens", "page_tokens", "max_batch", "max_step_tokens",
+            "max_waiting", "default_max_tokens", "context_length", "threads",
+        )  # fmt: skip
+        for name in at_least_one:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} = {value}: expected at least 1", param=name)
+        if self.session_timeout_s <= 0:
+            raise ConfigError(f"session_timeout_s = {self.session_timeout_s}: expected more than 0", param="session_timeout_s")
+        return self
+
+    @classmethod
+    def from_dict(cls, settings: dict[str, Any]) -> EngineConfig:
+        """Build from plain values. Raises ConfigError; an unknown key's error names the nearest known one."""
+        known = cls.__struct_fields__
+        for key in settings:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known settings: {', '.join(known)}"
+                raise ConfigError(f"unknown setting {key!r}: {hint}", param=key)
+        try:
+            return msgspec.convert(settings, cls).validate()
+        except msgspec.ValidationError as err:
+            raise ConfigError(f"engine settings: {err}") from err

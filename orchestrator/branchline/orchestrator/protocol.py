@@ -1,0 +1,160 @@
+"""The wire: what clients and replicas send each other, the same through a Ray handle and over HTTP.
+
+Imports msgspec and `branchline.engine.types` alone, so that a client needs neither Ray nor torch.
+
+A client opens a **session** on one replica, sends **batches of commands** (in order: the next batch goes out when the last
+one was acknowledged) and reads **one stream of event batches** for all of its branches.
+
+Through a Ray Serve handle the replica's methods are (payloads are msgpack of the Structs below):
+
+    open_session(payload: OpenSession) -> Reply          any replica
+    submit(payload: CommandBatch) -> Reply               options(session_id=<SessionOpened.replica>)
+    events(session: str) -> stream of EventBatch         options(session_id=…, stream=True); the first item comes at once and
+                                                         may have no events; empty batches are heartbeats
+    close_session(session: str) -> Reply                 options(session_id=…)
+    stats() -> Reply
+
+Over HTTP (JSON, or msgpack where `Content-Type`/`Accept` is application/msgpack; errors have OpenAI's shape):
+
+    POST   /v1/sessions                    OpenSession -> SessionOpened
+    POST   /v1/sessions/{id}/commands      CommandBatch.commands -> 202
+    GET    /v1/sessions/{id}/events        Server-Sent Events, one EventBatch a message
+    DELETE /v1/sessions/{id}               -> 204
+    GET    /v1/stats                       -> EngineStats
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import msgspec
+
+from branchline.engine.errors import BranchlineError, from_wire
+from branchline.engine.types import Command, EngineStats, ErrorInfo, Event, ModelInfo
+
+PROTOCOL_VERSION: Final = 1
+APP_NAME: Final = "branchline"
+ENGINE_DEPLOYMENT: Final = "Engine"
+MSGPACK: Final = "application/msgpack"
+
+
+class OpenSession(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Ask for a session. `client` is a name for logs and metrics."""
+
+    version: int = PROTOCOL_VERSION
+    client: str = ""
+
+
+class SessionOpened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
+    """The session's id (a secret: who knows it can use the session), its replica, and what is served there.
+
+    A session from which nothing is heard for `timeout_s` seconds, and whose stream nobody reads, is closed.
+    """
+
+    session: str
+    replica: str
+    model: ModelInfo
+    timeout_s: float
+
+
+class Ack(msgspec.Struct, frozen=True, tag="ack"):
+    """Accepted; results come in the stream."""
+
+
+class ErrorReply(msgspec.Struct, frozen=True, tag="error"):
+    """Refused as a whole; nothing of it took effect."""
+
+    error: ErrorInfo
+
+    def exception(self) -> BranchlineError:
+        """The error as an exception."""
+        return from_wire(self.error.code, self.error.message, self.error.param)
+
+
+class StatsReply(msgspec.Struct, frozen=True, tag="stats"):
+    """The counters of the replica that answered."""
+
+    replica: str
+    stats: EngineStats
+
+
+Reply = SessionOpened | Ack | ErrorReply | StatsReply
+
+
+class CommandBatch(msgspec.Struct, frozen=True):
+    """Commands of one session, in order."""
+
+    session: str
+    commands: tuple[Command, ...]
+
+
+class EventBatch(msgspec.Struct, frozen=True):
+    """Events of one session. One engine step gives at most one batch; batches of a slow reader are joined."""
+
+    session: str
+    events: tuple[Event, ...]
+
+
+class BranchHandle(msgspec.Struct, frozen=True, array_like=True):
+    """Names a branch anywhere: small, plain data, safe to pickle and to send. Use it by `Session.attach(handle)`.
+
+    Attributes:
+        app: the Serve application, or "" for an engine in this process.
+        replica: who holds the branch's pages.
+        session: the session that owns it.
+        branch: its id there.
+    """
+
+    app: str
+    replica: str
+    session: str
+    branch: int
+
+
+def error_info(err: BranchlineError) -> ErrorInfo:
+    """The error as it travels."""
+    return ErrorInfo(err.code, err.message, err.param)
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+_json_encoder: Final = msgspec.json.Encoder()
+
+encode = _encoder.encode
+encode_json = _json_encoder.encode
+decode_open: Final = msgspec.msgpack.Decoder(OpenSession).decode
+decode_open_json: Final = msgspec.json.Decoder(OpenSession).decode
+decode_reply: Final = msgspec.msgpack.Decoder(Reply).decode
+decode_opened_json: Final = msgspec.json.Decoder(SessionOpened).decode
+decode_batch: Final = msgspec.msgpack.Decoder(CommandBatch).decode
+decode_commands: Final = msgspec.msgpack.Decoder(tuple[Command, ...]).decode
+decode_commands_json: Final = msgspec.json.Decoder(tuple[Command, ...]).decode
+decode_events: Final = msgspec.msgpack.Decoder(EventBatch).decode
+decode_events_json: Final = msgspec.json.Decoder(EventBatch).decode
+
+
+class OpenAIErrorBody(msgspec.Struct, frozen=True):
+    """The inside of an OpenAI-shaped error body."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class OpenAIError(msgspec.Struct, frozen=True):
+    """`{"error": {…}}`, as every HTTP error is answered."""
+
+    error: OpenAIErrorBody
+
+
+def openai_error(err: BranchlineError) -> OpenAIError:
+    """The error as OpenAI's clients expect it; `type` follows the HTTP status."""
+    kinds: dict[int, str] = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = kinds.get(err.status, "invalid_request_error" if err.status < 500 else "server_error")
+    return OpenAIError(OpenAIErrorBody(err.message, kind, err.param, err.code))
+
+
+def from_openai_error(body: Any) -> BranchlineError:
+    """The exception that an OpenAI-shaped body (decoded JSON) stands for."""
+    error = body.get("error", {}) if isinstance(body, dict) else {}
+    return from_wire(error.get("code") or "branchline_error", error.get("message") or str(body), error.get("param"))
