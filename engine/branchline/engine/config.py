@@ -24,6 +24,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         pool_bytes: size of the K/V pool; None: room for `pool_tokens`.
         pool_tokens: tokens of the pool when `pool_bytes` is None.
         page_tokens: tokens a page.
+        max_branches: most branches alive at once.
         max_batch: most branches in one step.
         max_step_tokens: token budget of a step: decoding rows first, the rest is prefill.
         max_waiting: most requests that may wait; one more is refused with EngineOverloadedError.
@@ -31,6 +32,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         context_length: bound on a branch's tokens; None: the model's own.
         threads: compute threads; None: the cores that this process may use.
         session_timeout_s: a session from which nothing was heard for so long is closed and its branches released.
+        blocked_timeout_s: a request that lacks pages while nothing runs that could free some is refused after so long.
         deterministic_seed: the seed that requests without one draw theirs from; None: from the operating system.
     """
 
@@ -42,6 +44,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     pool_bytes: int | None = None
     pool_tokens: int = 32768
     page_tokens: int = 16
+    max_branches: int = 65536
     max_batch: int = 512
     max_step_tokens: int = 1024
     max_waiting: int = 4096
@@ -49,20 +52,28 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     context_length: int | None = None
     threads: int | None = None
     session_timeout_s: float = 60.0
+    blocked_timeout_s: float = 10.0
     deterministic_seed: int | None = None
 
     def validate(self) -> EngineConfig:
         """Return self. Raises ConfigError that names the first setting out of range."""
         at_least_one = (
-            "pool_bytes", "pool_tokens", "page_tokens", "max_batch", "max_step_tokens",
+            "pool_bytes", "pool_tokens", "page_tokens", "max_branches", "max_batch", "max_step_tokens",
             "max_waiting", "default_max_tokens", "context_length", "threads",
         )  # fmt: skip
         for name in at_least_one:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} = {value}: expected at least 1", param=name)
-        if self.session_timeout_s <= 0:
-            raise ConfigError(f"session_timeout_s = {self.session_timeout_s}: expected more than 0", param="session_timeout_s")
+        for name in ("session_timeout_s", "blocked_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} = {getattr(self, name)}: expected more than 0", param=name)
+        if self.max_step_tokens < self.max_batch:
+            raise ConfigError(
+                f"max_step_tokens = {self.max_step_tokens}: expected at least max_batch = {self.max_batch}, "
+                "since each decoding branch takes a token of every step",
+                param="max_step_tokens",
+            )
         return self
 
     @classmethod

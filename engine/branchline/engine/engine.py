@@ -1,0 +1,211 @@
+"""The engine: a model, its page pool and the thread that steps it. Usable alone, in process."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from branchline.engine._core import BranchTree
+from branchline.engine.attention.base import PagePool
+from branchline.engine.attention.find import find_backend
+from branchline.engine.branch import Session, Sink
+from branchline.engine.config import EngineConfig
+from branchline.engine.content import ContentEncoder
+from branchline.engine.errors import ConfigError, EngineClosedError, EngineOverloadedError, SessionNotFoundError
+from branchline.engine.loop import StepLoop
+from branchline.engine.model.chat_template import ChatTemplate
+from branchline.engine.model.runner import LoadedModel, ModelRunner, load_model
+from branchline.engine.model.sampler import Sampler
+from branchline.engine.model.tokenizer import Tokenizer, load_tokenizer
+from branchline.engine.threads import set_compute_threads
+from branchline.engine.types import Command, Content, EngineStats, Generate, ModelInfo
+
+logger = logging.getLogger(__name__)
+Progress = Callable[[str], None]
+
+
+class Engine:
+    """Serves one model to any number of sessions.
+
+    All methods are thread-safe and none of them waits for a step. Results reach a session's `sink` from the engine thread:
+    at most one call a step, with the events of all its branches. A sink must not block.
+
+    Attributes:
+        info: the model and the limits.
+    """
+
+    def __init__(self, config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer) -> None:
+        """Allocate the pool and start the engine thread. `load` is what you want unless the model is there already."""
+        config.validate()
+        spec = model.decoder.attention_spec(config.page_tokens, model.dtype, model.device)
+        page_bytes = PagePool.page_bytes(spec)
+        num_pages = _num_pages(config, page_bytes)
+        pool = PagePool(spec, num_pages)
+        attention_class = find_backend(config.attention, config.device)
+        backend = attention_class(spec, pool)
+        context_length = config.context_length or model.model_config.context_length
+        tree = BranchTree(
+            num_pages,
+            page_tokens=config.page_tokens,
+            max_branches=config.max_branches,
+            max_batch=config.max_batch,
+            max_step_tokens=config.max_step_tokens,
+            max_levels=backend.max_levels,
+        )
+        self._encoder = ContentEncoder(tokenizer, ChatTemplate.of(tokenizer))
+        self.info = ModelInfo(
+            name=config.served_name or model.name,
+            architecture=model.model_config.architecture,
+            num_parameters=model.num_parameters,
+            vocab_size=model.model_config.vocab_size,
+            context_length=context_length,
+            dtype=config.dtype,
+            attention=attention_class.__module__.rpartition(".")[2],
+            device=config.device,
+            page_tokens=config.page_tokens,
+            page_bytes=page_bytes,
+            num_pages=num_pages,
+            max_batch=config.max_batch,
+        )
+        self._config = config
+        self._loop = StepLoop(
+            config,
+            tree=tree,
+            runner=ModelRunner(model, backend),
+            sampler=Sampler(model.model_config.vocab_size, config.max_batch),
+            tokenizer=tokenizer,
+            encoder=self._encoder,
+            context_length=context_length,
+        )
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="branchline-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def load(cls, config: EngineConfig, progress: Progress | None = None) -> Engine:
+        """Load the model that the settings name, and start.
+
+        Args:
+            progress: called with a line of text before each part that takes a while.
+
+        Raises ModelError (not found, corrupt, unsupported), ConfigError.
+        """
+        say = progress or (lambda _: None)
+        config.validate()
+        set_compute_threads(config.threads)
+        say(f"loading the weights of {config.model}")
+        model = load_model(config)
+        say("loading the tokenizer")
+        tokenizer = load_tokenizer(model.files.kind, model.files.path)
+        say("allocating the page pool")
+        return cls(config, model, tokenizer)
+
+    def open_session(self, sink: Sink, client: str = "") -> str:
+        """Make a session. Returns its id, which nobody can guess. Raises EngineClosedError."""
+        self._raise_if_closed()
+        session = Session(secrets.token_hex(16), sink, client, time.monotonic())
+        self._loop.sessions[session.id] = session
+        return session.id
+
+    def submit(self, session: str, commands: Sequence[Command]) -> None:
+        """Take commands of a session, in order; they take effect before the next step.
+
+        What is wrong with one command comes back as a `Failed` event on its branch.
+
+        Raises SessionNotFoundError, EngineClosedError, and EngineOverloadedError when the queue is full; then none of the
+        commands takes effect.
+        """
+        found = self._find(session)
+        waiting = len(self._loop.waiting)
+        generations = sum(isinstance(command, Generate) for command in commands)
+        if generations and waiting + generations > self._config.max_waiting:
+            raise EngineOverloadedError(
+                f"{waiting} requests wait already and {generations} more came: at most {self._config.max_waiting} may; retry later"
+            )
+        self._loop.post(found, tuple(commands))
+
+    def touch(self, session: str) -> None:
+        """Tell that the session's client lives. Raises SessionNotFoundError, EngineClosedError."""
+        self._find(session).heard = time.monotonic()
+
+    def close_session(self, session: str) -> None:
+        """Release all branches of the session. Closing one that is gone does nothing."""
+        found = self._loop.sessions.get(session)
+        if found is not None:
+            self._loop.close_session(found)
+
+    def stats(self) -> EngineStats:
+        """Counters since the start and what is there now."""
+        return self._loop.stats()
+
+    def count_tokens(self, content: Content) -> int:
+        """How many tokens the content would have at the root of a new branch. Raises like a `Context` of it would."""
+        tokens, _ = self._encoder.encode(content, None, None)
+        return len(tokens)
+
+    def check(self) -> None:
+        """Verify the branch tree's invariants, between two steps. Raises CoreError; waits for the step under way."""
+        self._raise_if_closed()
+        outcome: list[Exception | None] = []
+        done = threading.Event()
+
+        def verify() -> None:
+            try:
+                self._loop.check()
+                outcome.append(None)
+            except Exception as err:  # handed to the caller's thread
+                outcome.append(err)
+            done.set()
+
+        self._loop.call(verify)
+        while not done.wait(0.2):
+            self._raise_if_closed()
+        if outcome[0] is not None:
+            raise outcome[0]
+
+    def close(self) -> None:
+        """Stop after the step under way; all sessions are closed. Idempotent."""
+        if threading.current_thread() is self._thread:
+            raise RuntimeError("Engine.close() was called from a sink, which runs in the engine thread: call it elsewhere")
+        self._loop.stop()
+        self._thread.join()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self) -> None:
+        try:
+            self._loop.run()
+        except Exception:
+            logger.exception("the engine thread failed; the engine is closed")
+        finally:
+            self._closed.set()
+
+    def _find(self, session: str) -> Session:
+        self._raise_if_closed()
+        found = self._loop.sessions.get(session)
+        if found is None or found.closed:
+            raise SessionNotFoundError(
+                f"no session {session[:8]}…: it was closed, or nothing was heard from its client for "
+                f"{self._config.session_timeout_s:g} s; open a new one"
+            )
+        return found
+
+    def _raise_if_closed(self) -> None:
+        if self._closed.is_set():
+            raise EngineClosedError("the engine was closed")
+
+
+def _num_pages(config: EngineConfig, page_bytes: int) -> int:
+    if config.pool_bytes is not None:
+        num_pages = config.pool_bytes // page_bytes
+        if num_pages < 1:
+            raise ConfigError(f"pool_bytes = {config.pool_bytes}: one page takes {page_bytes}", param="pool_bytes")
+        return num_pages
+    return -(-config.pool_tokens // config.page_tokens)
