@@ -1,4 +1,4 @@
-"""The contract of an attention backend. Adding one is one file beside this one: `attention/<name>.py` with a class `Backend`."""
+"""The contract of an attention backend. Adding one is one file beside this: `attention/<name>.py` with a class `Backend`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,17 @@ class PagePool:
     def page_bytes(spec: AttentionSpec) -> int:
         """Bytes of one page."""
         return spec.num_layers * 2 * spec.num_kv_heads * spec.page_tokens * spec.head_dim * spec.dtype.itemsize
+
+    def write(self, layer: int, pages: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Write K/V of T tokens of one layer. Modifies the pages named and nothing else.
+
+        Args:
+            pages, offsets: [T] int64: token t goes to `data[pages[t], layer, :, :, offsets[t]]`.
+            k, v: [T, kv_heads, head_dim].
+        """
+        # [pages, kv_heads, page_tokens, head_dim] -> tokens in front, so that the two index tensors are adjacent
+        self.data[:, layer, 0].transpose(1, 2)[pages, offsets] = k
+        self.data[:, layer, 1].transpose(1, 2)[pages, offsets] = v
 
     def copy_filled(self, step: Step) -> int:
         """Do the step's copy-on-write list: the filled tokens only. Modifies the destination pages. Returns bytes copied."""
