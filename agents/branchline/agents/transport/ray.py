@@ -1,0 +1,145 @@
+"""Through a Ray Serve handle. The only module of the SDK that imports Ray.
+
+A session lives on one replica; `options(session_id=<replica>)` takes every call of it there. Ray doesn't cancel a stream
+whose reader went away, so the stream is cancelled here, in `events`' `finally`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import ray
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from branchline.agents.errors import ConnectError, ConnectionLostError
+from branchline.engine.errors import BranchlineError
+from branchline.engine.types import Command, EngineStats
+from branchline.orchestrator.protocol import (
+    APP_NAME,
+    ENGINE_DEPLOYMENT,
+    CommandBatch,
+    ErrorReply,
+    EventBatch,
+    OpenSession,
+    Reply,
+    SessionOpened,
+    StatsReply,
+    decode_events,
+    decode_reply,
+    encode,
+)
+
+
+class RayTransport:
+    """One session of a Serve application.
+
+    Args:
+        handle: the engine deployment's handle.
+        replica: which replica to open the session on; "": any.
+    """
+
+    def __init__(self, handle: DeploymentHandle[Any], *, client: str = "", replica: str = "") -> None:
+        self._handle = handle
+        self._client = client
+        self._replica = replica
+        self._session = ""
+        self._pinned = handle
+        self._stream: Any = None
+        self._closed = False
+
+    async def open(self) -> SessionOpened:
+        """Open the session. Raises ConnectError when no replica answers."""
+        handle = self._handle.options(session_id=self._replica) if self._replica else self._handle
+        try:
+            opened = await _call(handle, "open_session", encode(OpenSession(client=self._client)))
+        except ConnectionLostError as err:
+            raise ConnectError(f"no engine replica answers: {err.message}") from err
+        if not isinstance(opened, SessionOpened):
+            raise ConnectError(f"what answers isn't a Branchline engine: {opened!r}")
+        self._session = opened.session
+        self._pinned = self._handle.options(session_id=opened.replica)
+        return opened
+
+    async def send(self, commands: Sequence[Command]) -> None:
+        """Send the commands to the session's replica; returns when its engine accepted them."""
+        await _call(self._pinned, "submit", encode(CommandBatch(self._session, tuple(commands))))
+
+    async def events(self) -> AsyncIterator[EventBatch]:
+        """Read the replica's stream; cancels it when the reader goes away."""
+        self._stream = self._pinned.options(stream=True).events.remote(self._session)
+        try:
+            async for payload in self._stream:
+                yield decode_events(payload)
+        except BranchlineError:
+            raise
+        except (RayError, RayServeException) as err:
+            raise _lost("events", err) from err
+        finally:
+            self._cancel_stream()
+
+    async def stats(self) -> EngineStats:
+        """Counters of the session's replica."""
+        reply = await _call(self._pinned, "stats")
+        if not isinstance(reply, StatsReply):
+            raise ConnectionLostError(f"stats: unexpected answer {reply!r}")
+        return reply.stats
+
+    async def close(self) -> None:
+        """Close the session and cancel its stream."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._session:
+                with contextlib.suppress(BranchlineError):
+                    await _call(self._pinned, "close_session", self._session)
+        finally:
+            self._cancel_stream()
+
+    def _cancel_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.cancel()
+
+
+async def _call(handle: DeploymentHandle[Any], method: str, *args: bytes | str) -> Reply:
+    try:
+        reply = decode_reply(await getattr(handle, method).remote(*args))
+    except BranchlineError:
+        raise
+    except (RayError, RayServeException) as err:
+        raise _lost(method, err) from err
+    if isinstance(reply, ErrorReply):
+        raise reply.exception()
+    return reply
+
+
+def _lost(method: str, err: Exception) -> BranchlineError:
+    cause = getattr(err, "cause", None)
+    if isinstance(cause, BranchlineError):
+        return cause
+    return ConnectionLostError(f"{method}: the engine replica doesn't answer: {type(err).__name__}: {str(err)[:400]}")
+
+
+def make_transport(target: str | DeploymentHandle[Any], *, client: str, replica: str = "") -> RayTransport:
+    """The transport to "serve:<app>", or to the handle of an engine deployment.
+
+    Raises ConnectError if Ray isn't initialised here, or no such application runs.
+    """
+    if not isinstance(target, str):
+        return RayTransport(target, client=client, replica=replica)
+    app = target.partition(":")[2] or APP_NAME
+    if not ray.is_initialized():
+        raise ConnectError(
+            f"{target!r}: Ray isn't initialised in this process: call ray.init(address='auto') first, or use a URL"
+        )
+    try:
+        handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, app)
+    except (RayError, RayServeException) as err:
+        raise ConnectError(f"{target!r}: no Serve application {app!r} runs here: {err}") from err
+    return RayTransport(handle, client=client, replica=replica)
