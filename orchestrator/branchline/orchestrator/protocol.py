@@ -10,9 +10,14 @@ Through a Ray Serve handle the replica's methods are (payloads are msgpack of th
     open_session(payload: OpenSession) -> Reply          any replica
     submit(payload: CommandBatch) -> Reply               options(session_id=<SessionOpened.replica>)
     events(session: str) -> stream of EventBatch         options(session_id=…, stream=True); the first item comes at once and
-                                                         may have no events; empty batches are heartbeats
+                                                         may have no events; empty batches are heartbeats. A stream without
+                                                         any item: no such session, or somebody reads it already
     close_session(session: str) -> Reply                 options(session_id=…)
     stats() -> Reply
+    describe() -> SessionOpened                          of no session: the replica's name and what it serves
+
+A batch without commands keeps a session alive. A request for a replica that is gone reaches another one, which answers that
+it has no such session.
 
 Over HTTP (JSON, or msgpack where `Content-Type`/`Accept` is application/msgpack; errors have OpenAI's shape):
 
@@ -20,7 +25,7 @@ Over HTTP (JSON, or msgpack where `Content-Type`/`Accept` is application/msgpack
     POST   /v1/sessions/{id}/commands      CommandBatch.commands -> 202
     GET    /v1/sessions/{id}/events        Server-Sent Events, one EventBatch a message
     DELETE /v1/sessions/{id}               -> 204
-    GET    /v1/stats                       -> EngineStats
+    GET    /v1/stats[?session={id}]        -> EngineStats, of all replicas together or of the session's
 """
 
 from __future__ import annotations
@@ -149,7 +154,12 @@ class OpenAIError(msgspec.Struct, frozen=True):
 
 def openai_error(err: BranchlineError) -> OpenAIError:
     """The error as OpenAI's clients expect it; `type` follows the HTTP status."""
-    kinds: dict[int, str] = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kinds: dict[int, str] = {
+        401: "authentication_error",
+        403: "permission_error",
+        404: "not_found_error",
+        429: "rate_limit_error",
+    }
     kind = kinds.get(err.status, "invalid_request_error" if err.status < 500 else "server_error")
     return OpenAIError(OpenAIErrorBody(err.message, kind, err.param, err.code))
 

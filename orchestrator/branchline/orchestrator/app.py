@@ -1,0 +1,124 @@
+"""The Serve application: `build` for Serve's own tools, `start` and `stop` for a local run.
+
+serve run branchline.orchestrator.app:build port=8000 …      or import_path and args in a Serve config file
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from branchline.engine.errors import EngineError, from_wire
+from branchline.orchestrator.config import ServeConfig
+from branchline.orchestrator.protocol import APP_NAME
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+Progress = Callable[[str], None]
+
+
+class Running(msgspec.Struct, frozen=True, kw_only=True):
+    """A started application.
+
+    Attributes:
+        base_url: what OpenAI clients take.
+        dashboard_url: None without a dashboard.
+        owns_ray: whether `start` started Ray, so that `stop` stops it.
+    """
+
+    base_url: str
+    dashboard_url: str | None
+    owns_ray: bool
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application from plain settings (see ServeConfig). Raises ConfigError."""
+    return build_app(ServeConfig.from_dict(args))
+
+
+def build_app(config: ServeConfig) -> Application:
+    """The application: gateway over engines. Needs Ray's libraries, not a running Ray."""
+    from branchline.orchestrator.gateway.deployment import gateway_deployment
+    from branchline.orchestrator.replica import engine_deployment
+
+    app: Application = gateway_deployment(engine_deployment(config), config)
+    return app
+
+
+def start(config: ServeConfig, progress: Progress | None = None) -> Running:
+    """Serve on the Ray that this process is connected to, or on a new local one. Returns when the application answers.
+
+    Raises ModelError, ConfigError, EngineError.
+    """
+    say = progress or (lambda _: None)
+    config.validate()
+    say("starting Ray")
+    dashboard_url, owns_ray = _init_ray(config)
+    try:
+        say("starting the HTTP proxy and loading the model")
+        _deploy(config)
+    except BaseException:
+        stop(Running(base_url="", dashboard_url=dashboard_url, owns_ray=owns_ray))
+        raise
+    return Running(base_url=f"http://{config.host}:{config.port}/v1", dashboard_url=dashboard_url, owns_ray=owns_ray)
+
+
+def stop(running: Running) -> None:
+    """Stop the application, and Ray if `start` started it."""
+    import ray
+    from ray import serve
+
+    if not ray.is_initialized():
+        return
+    if running.owns_ray:
+        serve.shutdown()
+        shutdown: Callable[[], None] = ray.shutdown
+        shutdown()
+    else:
+        serve.delete(APP_NAME)
+
+
+def _init_ray(config: ServeConfig) -> tuple[str | None, bool]:
+    # Read when Ray is imported, and passed on to its processes.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    if ray.is_initialized():
+        return None, False
+    context = ray.init(
+        # An engine takes one; the rest is for agents.
+        num_cpus=(os.cpu_count() or 1) + config.num_replicas,
+        include_dashboard=config.dashboard,
+        dashboard_host="127.0.0.1",
+        dashboard_port=config.dashboard_port,
+        log_to_driver=config.verbose,
+        logging_level=logging.INFO if config.verbose else logging.ERROR,
+        configure_logging=True,
+        namespace=APP_NAME,
+    )
+    return (f"http://{context.dashboard_url}" if context.dashboard_url else None), True
+
+
+def _deploy(config: ServeConfig) -> None:
+    from ray import serve
+
+    from branchline.orchestrator.replica import read_start_error
+
+    serve.start(http_options={"host": config.host, "port": config.port}, proxy_location="EveryNode")
+    try:
+        serve.run(build_app(config), name=APP_NAME, route_prefix="/")
+    except RuntimeError as err:
+        status = serve.status().applications.get(APP_NAME)
+        texts = [str(err)]
+        if status is not None:
+            texts += [deployment.message for deployment in status.deployments.values()]
+        for text in texts:
+            info = read_start_error(text)
+            if info is not None:
+                raise from_wire(info.code, info.message, info.param) from None
+        raise EngineError(f"the application did not start: {err}") from err

@@ -1,0 +1,210 @@
+"""One session on one replica, shared by many requests: what the gateway holds for each engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from branchline.engine.errors import BranchlineError, EngineClosedError, EngineError, EngineOverloadedError, InvalidRequestError
+from branchline.engine.types import Command, Event, Forked, Release
+from branchline.orchestrator import protocol
+from branchline.orchestrator.errors import ReplicaUnavailableError
+from branchline.orchestrator.link import Link
+from branchline.orchestrator.protocol import Ack, ErrorReply, OpenSession, Reply, SessionOpened
+
+logger = logging.getLogger(__name__)
+R = TypeVar("R", bound=Reply)
+
+
+def read_reply(payload: bytes, expected: type[R]) -> R:
+    """Decode a replica's reply. Raises the error that it carries, as its own type."""
+    try:
+        reply = protocol.decode_reply(payload)
+    except msgspec.DecodeError as err:
+        raise ReplicaUnavailableError(f"a replica's reply can't be read: {err}") from err
+    if isinstance(reply, ErrorReply):
+        raise reply.exception()
+    if not isinstance(reply, expected):
+        raise ReplicaUnavailableError(f"a replica answered {type(reply).__name__}, expected {expected.__name__}")
+    return reply
+
+
+class Listener:
+    """The events of some branches of a channel, for one reader."""
+
+    def __init__(self, branches: range) -> None:
+        self.branches = branches
+        self._events: list[Event] = []
+        self._error: BranchlineError | None = None
+        self._filled = asyncio.Event()
+
+    async def next(self) -> tuple[Event, ...]:
+        """What has arrived since the last call; waits for something to arrive.
+
+        Raises what ended the channel, or why the engine refused the commands, once all events before were given out.
+        """
+        await self._filled.wait()
+        if not self._events and self._error is not None:
+            raise self._error
+        events, self._events = tuple(self._events), []
+        if self._error is None:
+            self._filled.clear()
+        return events
+
+    def add(self, event: Event) -> None:
+        """Called by the channel."""
+        self._events.append(event)
+        self._filled.set()
+
+    def fail(self, error: BranchlineError) -> None:
+        """Called by the channel: nothing comes after this."""
+        if self._error is None:
+            self._error = error
+            self._filled.set()
+
+
+class Channel:
+    """Sends commands in order and gives each event to the listener of its branch.
+
+    Commands that come while a batch is under way travel together in the next one. Commands passed in one `send` succeed or
+    are refused together.
+    """
+
+    def __init__(self, link: Link, opened: SessionOpened) -> None:
+        """Use `open`."""
+        self.opened = opened
+        self.error: BranchlineError | None = None
+        self._link = link
+        self._next_branch = 0
+        self._requests = itertools.count()
+        self._listeners: dict[int, Listener] = {}
+        self._unsent: deque[tuple[Listener, list[msgspec.Raw]]] = deque()
+        self._has_unsent = asyncio.Event()
+        self._tasks = (
+            asyncio.create_task(self._send_all(), name="branchline-channel-sender"),
+            asyncio.create_task(self._read_all(), name="branchline-channel-reader"),
+        )
+
+    @classmethod
+    async def open(cls, link: Link, *, replica: str | None = None, client: str = "") -> Channel:
+        """Open a session on a replica (None: the one with the shortest queue). Raises a BranchlineError."""
+        request = protocol.encode(OpenSession(client=client))
+        opened = read_reply(await link.call("open_session", request, replica=replica), SessionOpened)
+        return cls(link, opened)
+
+    @property
+    def replica(self) -> str:
+        """The replica's name."""
+        return self.opened.replica
+
+    @property
+    def num_branches(self) -> int:
+        """Branches that are listened to now: the load that this channel's owner put on the replica."""
+        return len(self._listeners)
+
+    def listen(self, count: int) -> Listener:
+        """Mint ids for `count` branches and listen to them. Raises what ended the channel."""
+        if self.error is not None:
+            raise self.error
+        listener = Listener(range(self._next_branch, self._next_branch + count))
+        self._next_branch += count
+        for branch in listener.branches:
+            self._listeners[branch] = listener
+        return listener
+
+    def mint_request(self) -> int:
+        """A new request id."""
+        return next(self._requests)
+
+    def send(self, listener: Listener, commands: Sequence[Command]) -> None:
+        """Queue commands about the listener's branches. Never blocks. If the engine refuses them the listener is told.
+
+        Raises InvalidRequestError for values that can't travel, such as integers of more than 64 bits in a tool call.
+        """
+        try:
+            # Encoded here, so that what one request holds can't stop the others'.
+            encoded = [msgspec.Raw(protocol.encode(command)) for command in commands]
+        except (OverflowError, ValueError, TypeError) as err:
+            raise InvalidRequestError(f"the request can't be encoded: {err}") from err
+        if self.error is None:
+            self._unsent.append((listener, encoded))
+            self._has_unsent.set()
+
+    def release(self, listener: Listener) -> None:
+        """Stop listening and release the branches, whatever runs on them. Idempotent."""
+        if listener.branches and listener.branches[0] in self._listeners:
+            for branch in listener.branches:
+                del self._listeners[branch]
+            self.send(listener, (Release(tuple(listener.branches)),))
+
+    async def close(self) -> None:
+        """Close the session, which releases all its branches; listeners fail. Idempotent; never raises for a lost replica."""
+        self._fail(EngineClosedError("the gateway was shut down"))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        with contextlib.suppress(BranchlineError):
+            await self._link.call("close_session", self.opened.session, replica=self.replica)
+
+    def _fail(self, error: BranchlineError) -> None:
+        if self.error is None:
+            self.error = error
+            self._unsent.clear()
+            for listener in set(self._listeners.values()):
+                listener.fail(error)
+            self._listeners.clear()
+
+    async def _send_all(self) -> None:
+        try:
+            while True:
+                await self._has_unsent.wait()
+                self._has_unsent.clear()
+                groups = list(self._unsent)
+                self._unsent.clear()
+                try:
+                    await self._submit([command for _, commands in groups for command in commands])
+                except EngineOverloadedError as err:
+                    await self._send_each(groups, err)
+        except BranchlineError as err:
+            self._fail(err)
+        except Exception as err:
+            logger.exception("commands for replica %s can't be sent", self.replica)
+            self._fail(EngineError(f"commands for replica {self.replica} can't be sent: {err!r}"))
+
+    async def _send_each(self, groups: list[tuple[Listener, list[msgspec.Raw]]], refusal: EngineOverloadedError) -> None:
+        """A batch was refused as a whole, perhaps for one request's sake: the others, and all releases, go alone."""
+        for listener, commands in groups:
+            try:
+                if len(groups) == 1:
+                    raise refusal
+                await self._submit(commands)
+            except EngineOverloadedError as err:
+                listener.fail(err)
+
+    async def _submit(self, commands: list[msgspec.Raw]) -> None:
+        # A CommandBatch whose commands are encoded already.
+        payload = protocol.encode({"session": self.opened.session, "commands": commands})
+        read_reply(await self._link.call("submit", payload, replica=self.replica), Ack)
+
+    async def _read_all(self) -> None:
+        try:
+            async with contextlib.aclosing(self._link.events(self.opened.session, self.replica)) as stream:
+                async for payload in stream:
+                    for event in protocol.decode_events(payload).events:
+                        branch = event.parent if isinstance(event, Forked) else event.branch
+                        listener = self._listeners.get(branch)
+                        if listener is not None:
+                            listener.add(event)
+            self._fail(ReplicaUnavailableError(f"engine replica {self.replica} closed the gateway's session; try again"))
+        except BranchlineError as err:
+            self._fail(err)
+        except msgspec.DecodeError as err:
+            logger.exception("events of replica %s can't be read", self.replica)
+            self._fail(ReplicaUnavailableError(f"events of replica {self.replica} can't be read: {err}"))

@@ -1,0 +1,98 @@
+"""The engine replicas as the gateway sees them: one session on each, and the choice between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+
+from branchline.engine.errors import BranchlineError
+from branchline.engine.types import EngineStats, ModelInfo
+from branchline.orchestrator.channel import Channel, read_reply
+from branchline.orchestrator.errors import ReplicaUnavailableError
+from branchline.orchestrator.link import Link
+from branchline.orchestrator.protocol import SessionOpened, StatsReply
+from branchline.orchestrator.routing_policy import least_loaded
+
+logger = logging.getLogger(__name__)
+REFRESH_PERIOD_S = 5.0
+
+
+class Backend:
+    """Keeps a channel to every replica that is up."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self._channels: dict[str, Channel] = {}
+        self._refreshing = asyncio.Lock()
+        self._refresher: asyncio.Task[None] | None = None
+        self._model: ModelInfo | None = None
+
+    async def start(self) -> None:
+        """Connect to the replicas that are up now, and go on looking for others. Never raises for the lack of one."""
+        with contextlib.suppress(BranchlineError):
+            await self._refresh()
+        self._refresher = asyncio.create_task(self._keep_fresh(), name="branchline-backend-refresher")
+
+    async def close(self) -> None:
+        """Close all channels."""
+        if self._refresher is not None:
+            self._refresher.cancel()
+            await asyncio.gather(self._refresher, return_exceptions=True)
+        await asyncio.gather(*(channel.close() for channel in self._channels.values()))
+        self._channels.clear()
+
+    async def model(self) -> ModelInfo:
+        """The served model. Raises ReplicaUnavailableError when no replica is up."""
+        if self._model is None:
+            await self.channel()
+        assert self._model is not None
+        return self._model
+
+    async def channel(self) -> Channel:
+        """The channel with the fewest branches of this gateway. Raises ReplicaUnavailableError when no replica is up."""
+        if not self._live():
+            await self._refresh()
+        live = self._live()
+        if not live:
+            raise ReplicaUnavailableError("no engine replica is up; try again")
+        return live[least_loaded({name: channel.num_branches for name, channel in live.items()})]
+
+    async def stats(self, replica: str | None = None) -> EngineStats:
+        """The counters of one replica, or of all together. Raises ReplicaUnavailableError."""
+        if replica is not None:
+            return read_reply(await self.link.call("stats", replica=replica), StatsReply).stats
+        replies = [read_reply(payload, StatsReply).stats for payload in await self.link.call_all("stats")]
+        if not replies:
+            raise ReplicaUnavailableError("no engine replica answers; try again")
+        fields = EngineStats.__struct_fields__
+        return EngineStats(**{name: sum(getattr(stats, name) for stats in replies) for name in fields})
+
+    def num_live(self) -> int:
+        """Replicas that a request could go to now."""
+        return len(self._live())
+
+    def _live(self) -> dict[str, Channel]:
+        return {name: channel for name, channel in self._channels.items() if channel.error is None}
+
+    async def _keep_fresh(self) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_PERIOD_S)
+            try:
+                await self._refresh()
+            except BranchlineError as err:
+                logger.warning("looking for engine replicas: %s", err)
+            except Exception:
+                logger.exception("looking for engine replicas")
+
+    async def _refresh(self) -> None:
+        """Open channels to new replicas, drop those that broke."""
+        async with self._refreshing:
+            found = [read_reply(payload, SessionOpened) for payload in await self.link.call_all("describe")]
+            for name in [name for name, channel in self._channels.items() if channel.error is not None]:
+                await self._channels.pop(name).close()
+            for opened in found:
+                self._model = opened.model
+                if opened.replica not in self._channels:
+                    channel = await Channel.open(self.link, replica=opened.replica, client="gateway")
+                    self._channels[channel.replica] = channel

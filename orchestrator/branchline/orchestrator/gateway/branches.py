@@ -1,0 +1,112 @@
+"""The branch API over HTTP: sessions on a replica, passed through. A session's id names its replica, so any gateway can
+serve any session."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from branchline.engine.errors import BranchlineError, InvalidRequestError, SessionNotFoundError
+from branchline.orchestrator import protocol
+from branchline.orchestrator.channel import read_reply
+from branchline.orchestrator.gateway.asgi import EventStream, read_body, sse
+from branchline.orchestrator.gateway.backend import Backend
+from branchline.orchestrator.host import replica_of
+from branchline.orchestrator.protocol import MSGPACK, Ack, CommandBatch, OpenSession, SessionOpened
+
+T = TypeVar("T")
+
+
+class Branches:
+    """`/v1/sessions` and what is below it."""
+
+    def __init__(self, backend: Backend, max_body_bytes: int) -> None:
+        self._backend = backend
+        self._max_body_bytes = max_body_bytes
+
+    def routes(self) -> list[Route]:
+        """The routes of this part."""
+        return [
+            Route("/v1/sessions", self.open, methods=["POST"]),
+            Route("/v1/sessions/{session}", self.close, methods=["DELETE"]),
+            Route("/v1/sessions/{session}/commands", self.commands, methods=["POST"]),
+            Route("/v1/sessions/{session}/events", self.events, methods=["GET"]),
+        ]
+
+    async def open(self, request: Request) -> Response:
+        """POST /v1/sessions: OpenSession -> SessionOpened. An empty body is an OpenSession without anything."""
+        body = await read_body(request, self._max_body_bytes)
+        given = _decode(request, body, protocol.decode_open, protocol.decode_open_json) if body else OpenSession()
+        reply = await self._backend.link.call("open_session", protocol.encode(given))
+        return _answer(request, read_reply(reply, SessionOpened))
+
+    async def commands(self, request: Request) -> Response:
+        """POST /v1/sessions/{session}/commands: a list of commands -> 202; what they do comes in the event stream."""
+        session, replica = _session(request)
+        body = await read_body(request, self._max_body_bytes)
+        commands = _decode(request, body, protocol.decode_commands, protocol.decode_commands_json)
+        try:
+            payload = protocol.encode(CommandBatch(session, commands))
+        except (OverflowError, ValueError, TypeError) as err:
+            raise InvalidRequestError(f"the commands can't be encoded: {err}") from err
+        ack = read_reply(await self._backend.link.call("submit", payload, replica=replica), Ack)
+        return _answer(request, ack, status=202)
+
+    async def events(self, request: Request) -> Response:
+        """GET /v1/sessions/{session}/events: Server-Sent Events, one EventBatch a message. The client that goes away closes
+        the session."""
+        session, replica = _session(request)
+        stream = self._backend.link.events(session, replica)
+        try:
+            first = await anext(stream)
+        except StopAsyncIteration:
+            raise SessionNotFoundError(
+                f"no stream for session {session[:12]}…: it is closed, or its stream is read already; open a new session"
+            ) from None
+        except BaseException:
+            await stream.aclose()
+            raise
+        return EventStream(_relay(first, stream), stream.aclose)
+
+    async def close(self, request: Request) -> Response:
+        """DELETE /v1/sessions/{session} -> 204, also for a session that is gone."""
+        session, replica = _session(request)
+        read_reply(await self._backend.link.call("close_session", session, replica=replica), Ack)
+        return Response(status_code=204)
+
+
+async def _relay(first: bytes, stream: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
+    yield _frame(first)
+    try:
+        async for payload in stream:
+            yield _frame(payload)
+    except BranchlineError as err:
+        yield sse([protocol.encode_json(protocol.openai_error(err))])
+
+
+def _frame(payload: bytes) -> bytes:
+    return sse([protocol.encode_json(protocol.decode_events(payload))])
+
+
+def _session(request: Request) -> tuple[str, str]:
+    session: str = request.path_params["session"]
+    return session, replica_of(session)
+
+
+def _decode(request: Request, body: bytes, from_msgpack: Callable[[bytes], T], from_json: Callable[[bytes], T]) -> T:
+    decoder = from_msgpack if request.headers.get("content-type", "").startswith(MSGPACK) else from_json
+    try:
+        return decoder(body)
+    except (msgspec.DecodeError, UnicodeDecodeError) as err:
+        raise InvalidRequestError(f"the body can't be read: {err}") from err
+
+
+def _answer(request: Request, value: Any, status: int = 200) -> Response:
+    if MSGPACK in request.headers.get("accept", ""):
+        return Response(protocol.encode(value), status_code=status, media_type=MSGPACK)
+    return Response(protocol.encode_json(value), status_code=status, media_type="application/json")

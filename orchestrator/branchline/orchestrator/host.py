@@ -1,0 +1,279 @@
+"""One engine's sessions, as the replica offers them: the protocol's methods without Ray.
+
+The engine calls a session's sink in its own thread; everything here runs on one asyncio loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+
+from branchline.engine.errors import (
+    BranchlineError,
+    EngineClosedError,
+    EngineError,
+    InvalidRequestError,
+    SessionNotFoundError,
+)
+from branchline.engine.types import Attach, Command, EngineStats, Event, ModelInfo
+from branchline.orchestrator import protocol
+from branchline.orchestrator.mailbox import Mailbox
+from branchline.orchestrator.protocol import (
+    Ack,
+    CommandBatch,
+    ErrorReply,
+    EventBatch,
+    OpenSession,
+    Reply,
+    SessionOpened,
+    StatsReply,
+)
+
+_P = TypeVar("_P", OpenSession, CommandBatch)
+
+WATCH_PERIOD_S = 1.0
+SEPARATOR = "."
+
+
+class HostedEngine(Protocol):
+    """What a host needs of an engine; `branchline.engine.engine.Engine` has it."""
+
+    info: ModelInfo
+
+    def open_session(self, sink: Callable[[tuple[Event, ...]], None], client: str = "") -> str: ...
+    def submit(self, session: str, commands: Sequence[Command]) -> None: ...
+    def touch(self, session: str) -> None: ...
+    def close_session(self, session: str) -> None: ...
+    def stats(self) -> EngineStats: ...
+    def close(self) -> None: ...
+
+
+class Outbox:
+    """What a session's reader hasn't taken yet. Steps that come while the reader is busy are joined into one batch, so it
+    never holds more than what the engine produced since the last one."""
+
+    def __init__(self, engine_session: str, now: float) -> None:
+        self.engine_session = engine_session
+        self.heard = now
+        self.has_reader = False
+        self.closed = False
+        self.filled = asyncio.Event()
+        self._events: list[Event] = []
+
+    def add(self, events: tuple[Event, ...]) -> None:
+        """Append a step's events and wake the reader."""
+        if not self.closed:
+            self._events.extend(events)
+            self.filled.set()
+
+    def take(self) -> tuple[Event, ...]:
+        """All that there is, in order; leaves the outbox empty."""
+        events, self._events = tuple(self._events), []
+        if not self.closed:
+            self.filled.clear()
+        return events
+
+    def close(self) -> None:
+        """Take nothing more; the reader gets what is left and then ends."""
+        self.closed = True
+        self.filled.set()
+
+
+class EngineHost:
+    """The sessions of one engine replica. Payloads are msgpack of the protocol's Structs; errors come back as `ErrorReply`.
+
+    A session id is `<replica>.<engine's session id>`, so that whoever has it knows where to go.
+    """
+
+    def __init__(
+        self, engine: HostedEngine, replica: str, *, session_timeout_s: float = 60.0, heartbeat_s: float = 5.0
+    ) -> None:
+        """Take the engine over: `close` closes it. Must be called with the loop running that all methods run on."""
+        self._engine = engine
+        self._replica = replica
+        self._timeout_s = session_timeout_s
+        self._heartbeat_s = heartbeat_s
+        self._outboxes: dict[str, Outbox] = {}
+        self._mailbox: Mailbox[tuple[Outbox, tuple[Event, ...]]] = Mailbox(asyncio.get_running_loop(), _deliver)
+        self._failure: BranchlineError | None = None
+        self._watchdog = asyncio.create_task(self._watch(), name="branchline-session-watchdog")
+
+    @property
+    def engine(self) -> HostedEngine:
+        """The hosted engine."""
+        return self._engine
+
+    async def open_session(self, payload: bytes) -> bytes:
+        """OpenSession -> SessionOpened."""
+        try:
+            request = _decode(protocol.decode_open, payload)
+            if request.version != protocol.PROTOCOL_VERSION:
+                raise InvalidRequestError(
+                    f"protocol version {request.version}: this server speaks {protocol.PROTOCOL_VERSION}; "
+                    "install the client's and the server's packages at the same version",
+                    param="version",
+                )
+            return protocol.encode(self._open(request))
+        except BranchlineError as err:
+            return _refuse(err)
+
+    async def submit(self, payload: bytes) -> bytes:
+        """CommandBatch -> Ack. Batches without commands keep the session alive."""
+        try:
+            batch = _decode(protocol.decode_batch, payload)
+            outbox = self._find(batch.session)
+            outbox.heard = time.monotonic()
+            if batch.commands:
+                self._engine.submit(outbox.engine_session, tuple(map(self._localised, batch.commands)))
+            else:
+                self._engine.touch(outbox.engine_session)
+            return protocol.encode(Ack())
+        except BranchlineError as err:
+            return _refuse(err)
+
+    async def events(self, session: str) -> AsyncGenerator[bytes, None]:
+        """The session's EventBatches. The first comes at once; empty ones are heartbeats.
+
+        A session has one reader. A stream that ends without any item is of a session that isn't here, or is read already.
+        When the reader goes away the session is closed and its branches are released.
+        """
+        outbox = self._outboxes.get(session)
+        if outbox is None or outbox.has_reader:
+            return
+        outbox.has_reader = True
+        try:
+            yield protocol.encode(EventBatch(session, outbox.take()))
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(outbox.filled.wait(), self._heartbeat_s)
+                closed, events = outbox.closed, outbox.take()
+                if events or not closed:
+                    yield protocol.encode(EventBatch(session, events))
+                if closed:
+                    return
+        finally:
+            self._close(session)
+
+    async def close_session(self, session: str) -> bytes:
+        """Close a session; -> Ack, also for one that is gone."""
+        self._close(session)
+        return protocol.encode(Ack())
+
+    async def stats(self) -> bytes:
+        """-> StatsReply."""
+        try:
+            return protocol.encode(StatsReply(replica=self._replica, stats=self._engine.stats()))
+        except BranchlineError as err:
+            return _refuse(err)
+
+    async def describe(self) -> bytes:
+        """-> SessionOpened without a session: the replica's name, the served model and the lease."""
+        return protocol.encode(self._opened(""))
+
+    async def check_health(self) -> None:
+        """Raises EngineError when the engine no longer runs, so that Serve replaces the replica."""
+        try:
+            self._engine.touch("")
+        except SessionNotFoundError:  # it answers
+            return
+        except EngineClosedError as err:
+            self._failure = err
+            raise EngineError(f"the engine of replica {self._replica} stopped: {err.message}") from err
+
+    async def close(self) -> None:
+        """Close all sessions and the engine. Idempotent."""
+        self._watchdog.cancel()
+        for session in list(self._outboxes):
+            self._close(session)
+        await asyncio.to_thread(self._engine.close)
+
+    def _open(self, request: OpenSession) -> SessionOpened:
+        slot: list[Outbox] = []
+
+        def sink(events: tuple[Event, ...]) -> None:
+            self._mailbox.put((slot[0], events))
+
+        # The engine can't call the sink before a command was submitted, which needs the id that this gives.
+        engine_session = self._engine.open_session(sink, request.client)
+        outbox = Outbox(engine_session, time.monotonic())
+        slot.append(outbox)
+        session = f"{self._replica}{SEPARATOR}{engine_session}"
+        self._outboxes[session] = outbox
+        return self._opened(session)
+
+    def _opened(self, session: str) -> SessionOpened:
+        return SessionOpened(session=session, replica=self._replica, model=self._engine.info, timeout_s=self._timeout_s)
+
+    def _find(self, session: str) -> Outbox:
+        if self._failure is not None:
+            raise EngineClosedError(f"the engine of replica {self._replica} stopped: {self._failure.message}")
+        outbox = self._outboxes.get(session)
+        if outbox is None:
+            raise SessionNotFoundError(
+                f"no session {session[:12]}… on replica {self._replica}: it was closed, its client was silent for "
+                f"{self._timeout_s:g} s, or its replica was restarted; open a new one"
+            )
+        return outbox
+
+    def _localised(self, command: Command) -> Command:
+        """The command as the engine knows it: sessions of this replica by the engine's own ids."""
+        if isinstance(command, Attach):
+            source = self._outboxes.get(command.source_session)
+            if source is not None:
+                return msgspec.structs.replace(command, source_session=source.engine_session)
+        return command
+
+    def _close(self, session: str) -> None:
+        outbox = self._outboxes.pop(session, None)
+        if outbox is not None:
+            outbox.close()
+            with contextlib.suppress(BranchlineError):
+                self._engine.close_session(outbox.engine_session)
+
+    async def _watch(self) -> None:
+        """Close sessions that nobody reads and nobody speaks to; keep those alive that are read."""
+        period_s = min(WATCH_PERIOD_S, self._timeout_s / 4)
+        while True:
+            await asyncio.sleep(period_s)
+            now = time.monotonic()
+            for session, outbox in list(self._outboxes.items()):
+                try:
+                    if outbox.has_reader:
+                        self._engine.touch(outbox.engine_session)
+                    elif now - outbox.heard > self._timeout_s:
+                        self._close(session)
+                except EngineClosedError as err:
+                    self._failure = err
+                    self._close(session)
+                except BranchlineError:  # the engine closed it on its own
+                    self._close(session)
+
+
+def replica_of(session: str) -> str:
+    """The replica that a session's id names. Raises SessionNotFoundError."""
+    replica, _, rest = session.rpartition(SEPARATOR)
+    if not replica or not rest:
+        raise SessionNotFoundError(f"{session[:12]!r} isn't the id of a session: open_session gives one", param="session")
+    return replica
+
+
+def _deliver(item: tuple[Outbox, tuple[Event, ...]]) -> None:
+    outbox, events = item
+    outbox.add(events)
+
+
+def _refuse(err: BranchlineError) -> bytes:
+    reply: Reply = ErrorReply(protocol.error_info(err))
+    return protocol.encode(reply)
+
+
+def _decode(decoder: Callable[[bytes], _P], payload: bytes) -> _P:
+    try:
+        return decoder(payload)
+    except msgspec.DecodeError as err:
+        raise InvalidRequestError(f"the payload can't be read: {err}") from err
