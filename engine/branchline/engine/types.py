@@ -135,7 +135,8 @@ class Context(msgspec.Struct, frozen=True, tag="context", tag_field="op", forbid
 class Fork(msgspec.Struct, frozen=True, tag="fork", tag_field="op", forbid_unknown_fields=True):
     """Make `count` children of `parent`, with ids `first`, `first + 1`, … Copies no K/V. Answered by `Forked`.
 
-    Takes effect when the parent's appended tokens are computed; a parent that is generating is forked where it stands."""
+    Takes effect in its turn: when the parent's appended tokens are computed and a generation that was asked for earlier has
+    ended. (To fork a running generation where it stands, `Cancel` it first.)"""
 
     parent: int
     first: int
@@ -296,7 +297,7 @@ class Info(msgspec.Struct, frozen=True, tag="info", tag_field="ev"):
     """A branch's sizes.
 
     Attributes:
-        num_tokens: tokens with K/V computed, the shared ones included.
+        num_tokens: tokens on the branch, the shared ones included (the K/V of the last one is computed when it's needed).
         shared_tokens: those of them in segments (of ancestors, possibly read by others).
         shared_pages, private_pages: pages of those segments; pages of the branch's own tail.
         depth: segments above the branch.
