@@ -147,7 +147,8 @@ class Link:
             raise again(self.lost)
 
     async def flush(self) -> None:
-        """Wait until the engine has accepted everything that was posted before."""
+        """Wait until the engine has accepted everything that was posted before. Raises what `lost` says."""
+        self.raise_if_lost()
         target = self._posted
         if self._accepted < target:
             waiter = self.loop.create_future()
@@ -256,10 +257,8 @@ class Link:
         if request is None:
             return
         state = self.branches.get(request.branch)
-        if state is not None and state.error is not None:
-            if isinstance(err, FailedBranchError):
-                err.__cause__ = state.error
-            state.told = True
+        if state is not None and state.error is not None and isinstance(err, FailedBranchError):
+            err.__cause__ = state.error
         request.fail(err)
 
     # --- giving back ------------------------------------------------------------------------------------------------

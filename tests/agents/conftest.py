@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from tests.agents.harness import Way, reply
+from tests.agents.small_gateway import serving
+
+from branchline.agents.client import connect
+from branchline.agents.testing import ScriptedEngine
+
+
+@pytest.fixture(params=["local", "http"])
+def way(request: pytest.FixtureRequest) -> Iterator[Way]:
+    """A scripted engine, reached over each transport."""
+    with ScriptedEngine(reply, step_s=0.001) as engine:
+        if request.param == "local":
+            yield Way("local", engine, lambda: connect(engine), engine.close)
+            return
+        with serving(engine) as server:
+            yield Way("http", engine, lambda: connect(server.url), server.stop)
+
+
+@pytest.fixture
+def engine() -> Iterator[ScriptedEngine]:
+    with ScriptedEngine(reply, step_s=0.001) as scripted:
+        yield scripted

@@ -1,0 +1,507 @@
+"""What the SDK promises, the same over every transport."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from typing import Any
+
+import pytest
+from tests.agents.harness import Way, run, until
+
+from branchline.agents import Branch, BranchlineError, Message, SamplingParams, Session, SessionClosedError
+from branchline.engine.errors import (
+    ContextLengthError,
+    FailedBranchError,
+    ForeignHandleError,
+    InvalidParameterError,
+    ReleasedBranchError,
+    UnknownBranchError,
+)
+
+
+async def nothing_runs(way: Way) -> None:
+    await until(lambda: way.engine.stats().running == 0, "the engine stopped generating")
+
+
+def test_a_generation_gives_the_whole_result(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            assert session.info.name == "scripted"
+            result = await session.context("one two three").generate(temperature=0)
+            assert result.text == str(result) == " heard 3 words, the last is three."
+            assert len(result.tokens) == 7
+            assert result.reason == "stop"
+            assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (3, 7)
+            assert result.timing.total_s >= result.timing.first_token_s > 0
+
+    run(main())
+
+
+def test_a_stream_joined_is_the_result(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            stream = session.context("one two").stream()
+            pieces = [piece async for piece in stream]
+            assert len(pieces) == 7
+            assert "".join(pieces) == (await stream.result()).text == " heard 2 words, the last is two."
+            assert stream.done
+            assert stream.tokens == (await stream.result()).tokens
+
+    run(main())
+
+
+def test_forks_are_used_without_a_single_await(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            root = session.context("the document")
+            children = root.fork(8)
+            generations = [child.append(f" question{i}").generate() for i, child in enumerate(children)]
+            assert not session.num_sends
+            results = await asyncio.gather(*generations)
+            assert [result.text.split()[-1] for result in results] == [f"question{i}." for i in range(8)]
+            assert session.num_sends == 1
+
+    run(main())
+
+
+def test_fork_gives_one_or_a_list(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            root = session.context("a b c")
+            child, (only,) = root.fork(), root.fork(1)
+            assert isinstance(child, Branch)
+            assert len({root.id, child.id, only.id}) == 3
+            assert await child.ready() is child
+            assert child.forked is not None
+            assert child.forked.parent == root.id
+            info = await only.inspect()
+            assert (info.num_tokens, info.shared_tokens, info.depth) == (3, 3, 1)
+            for wrong in (0, -1, True, 2.0, "2"):
+                with pytest.raises(InvalidParameterError, match="n = "):
+                    root.fork(wrong)  # type: ignore[arg-type]
+
+    run(main())
+
+
+def test_five_hundred_forks_are_one_batch(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            root = await session.context("a b").ready()
+            sends = session.num_sends
+            children = [root.fork() for _ in range(500)]
+            generations = [child.append(f" {i}").generate(max_tokens=2) for i, child in enumerate(children)]
+            results = await asyncio.gather(*generations)
+            assert session.num_sends == sends + 1
+            assert all(result.text == " heard 3" for result in results)
+
+    run(main())
+
+
+def test_commands_of_one_branch_keep_their_order(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            branch = session.context("a")
+            for i in range(50):
+                branch.append(f" w{i}")
+                if i % 7 == 0:
+                    await asyncio.sleep(0)
+            first, second = branch.generate(max_tokens=3), branch.append(" again").generate()
+            assert (await first).text == " heard 51 words,"
+            assert (await second).text == " heard 55 words, the last is again."
+
+    run(main())
+
+
+def test_a_parent_may_be_released_or_dropped_right_after_the_fork(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            with session.context("a b") as root:
+                children = root.fork(2)
+            assert root.released
+            grandchild = children[0].fork()
+            del children[0]
+            assert (await grandchild.generate()).text == " heard 2 words, the last is b."
+            assert (await session.context("x").fork().append(" y").generate()).text == " heard 2 words, the last is y."
+            await children[0].ready()
+
+    run(main())
+
+
+def test_messages_are_answered_and_prefixes_are_not(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            result = await session.context([{"role": "user", "content": "hello"}]).generate()
+            assert result.text.endswith("the last is assistant:.")
+            root = session.context(Message(role="user", content="document"), add_generation_prompt=False)
+            assert (await root.fork().generate()).text.endswith("the last is document.")
+
+    run(main())
+
+
+def test_stop_strings_and_max_tokens(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            root = session.context("a b")
+            stream = root.fork().stream(stop="words, the")
+            assert [piece async for piece in stream] == [" heard", " 2", " "]
+            assert (await stream.result()).stop == "words, the"
+            result = await root.fork().generate(SamplingParams(max_tokens=9, stop=("never",)), max_tokens=2)
+            assert (result.text, result.reason) == (" heard 2", "length")
+
+    run(main())
+
+
+def test_text_keeps_every_unicode_line_end(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            odd = "a\u2028b\u2029c\x85d\x0be\x0cf\U0001f600g\r\nh"
+            stream = session.context(odd).stream()
+            assert "".join([piece async for piece in stream]).endswith("h.")
+            word = "x\u2028y".replace("\u2028", "\u200b\U0001f469\u200d\U0001f4bb")
+            assert (await session.context(word).generate()).text == f" heard 1 words, the last is {word}."
+
+    run(main())
+
+
+# --- errors -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_error_is_raised_by_the_call_that_it_concerns(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            root = session.context("a")
+            good, bad = root.fork().generate(), root.fork().append(" bad").generate()
+            outcomes = await asyncio.gather(good, bad, return_exceptions=True)
+            assert getattr(outcomes[0], "text", None) == " heard 1 words, the last is a."
+            assert isinstance(outcomes[1], ContextLengthError)
+            assert outcomes[1].param == "max_tokens"
+            with pytest.raises(ContextLengthError):
+                await bad
+            assert (await root.generate()).reason == "stop"
+
+    run(main())
+
+
+def test_a_failed_context_poisons_the_branch_and_its_children(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            root = session.context([10**6])
+            child = root.fork()
+            generation = root.generate()
+            with pytest.raises(InvalidParameterError, match="were given out"):
+                await root.ready()
+            with pytest.raises(FailedBranchError) as again:
+                await root.ready()
+            assert isinstance(again.value.__cause__, InvalidParameterError)
+            with pytest.raises(FailedBranchError) as failed:
+                await generation
+            assert isinstance(failed.value.__cause__, InvalidParameterError)
+            with pytest.raises(FailedBranchError):
+                await child.ready()
+            with pytest.raises(FailedBranchError):
+                await child.fork().generate()
+            with pytest.raises(FailedBranchError):
+                await root.inspect()
+            assert (await session.context("fine").generate()).reason == "stop"
+
+    run(main())
+
+
+def test_a_released_branch_is_refused_at_once(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            branch = session.context("a")
+            branch.release()
+            calls: list[Any] = [branch.release, branch.fork, branch.generate, branch.stream, branch.cancel]
+            calls += [lambda: branch.append("b"), lambda: branch.handle, lambda: session.release(branch)]
+            for call in calls:
+                with pytest.raises(ReleasedBranchError):
+                    call()
+            for wait in (branch.ready, branch.inspect, branch.share):
+                with pytest.raises(ReleasedBranchError):
+                    await wait()
+            async with session.context("b") as other:
+                other.release()
+
+    run(main())
+
+
+def test_a_release_wakes_who_waits(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            branch = session.context("endless")
+            running = branch.stream()
+            queued = branch.generate()
+            appended = asyncio.ensure_future(branch.append(" more").ready())
+            assert await anext(running) == " 0"
+            branch.release()
+            assert (await running.result()).reason == "cancelled"
+            with pytest.raises(ReleasedBranchError):
+                await queued
+            with pytest.raises(ReleasedBranchError):
+                await appended
+            await nothing_runs(way)
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"stop": ["ok", 5]}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"temprature": 1.0}, "temprature"),
+    ],
+)
+def test_bad_parameters_are_refused_at_the_call(way: Way, settings: dict[str, Any], named: str) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            branch = session.context("a")
+            for call in (branch.generate, branch.stream):
+                with pytest.raises(InvalidParameterError, match=named) as err:
+                    call(**settings)
+                assert err.value.param == named
+            if named == "temprature":
+                assert "did you mean 'temperature'" in err.value.message
+            assert (await branch.generate()).reason == "stop"
+
+    run(main())
+
+
+@pytest.mark.parametrize("content", [[], [1, -2], [1, "a"], 5, None, b"ab", {"content": "x"}, {"role": "user", "conten": "x"}])
+def test_bad_content_is_refused_at_the_call(way: Way, content: Any) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            with pytest.raises(InvalidParameterError, match="content"):
+                session.context(content)
+            with pytest.raises(InvalidParameterError, match="content"):
+                session.context("a").append(content)
+            with pytest.raises(InvalidParameterError, match="add_generation_prompt"):
+                session.context("a", add_generation_prompt=True)
+
+    run(main())
+
+
+# --- handles ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_handle_travels_and_a_branch_does_not(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as owner, way.connect() as guest:
+            shared = owner.context("a b c")
+            handle = await shared.share()
+            payload = pickle.dumps(handle)
+            assert len(payload) < 200
+            branch = guest.attach(pickle.loads(payload))
+            assert (await branch.append(" d").generate()).text == " heard 4 words, the last is d."
+            with pytest.raises(TypeError, match="share"):
+                pickle.dumps(branch)
+            with pytest.raises(TypeError, match="connect"):
+                pickle.dumps(owner)
+
+    run(main())
+
+
+def test_foreign_handles_are_refused(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as owner, way.connect() as guest:
+            branch = owner.context("a")
+            handle = await branch.share()
+            with pytest.raises(ForeignHandleError, match="share"):
+                guest.attach(branch)  # type: ignore[arg-type]
+            with pytest.raises(ForeignHandleError, match="another session"):
+                guest.release(branch)
+            with pytest.raises(ForeignHandleError, match="replica"):
+                guest.attach(type(handle)(handle.app, "elsewhere", handle.session, handle.branch))
+            with pytest.raises(InvalidParameterError, match="BranchHandle"):
+                guest.attach("handle")  # type: ignore[arg-type]
+            assert (await owner.attach(handle).generate()).text == " heard 1 words, the last is a."
+            branch.release()
+            with pytest.raises(UnknownBranchError):
+                owner.attach(handle)
+            with pytest.raises(ReleasedBranchError):
+                await guest.attach(handle).ready()
+            with pytest.raises(UnknownBranchError):
+                await guest.attach(type(handle)(handle.app, handle.replica, "0" * 32, 0)).ready()
+
+    run(main())
+
+
+def test_many_branches_are_released_by_one_command(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            children = session.context("a").fork(10)
+            await children[-1].ready()
+            with pytest.raises(ReleasedBranchError, match="twice"):
+                session.release(children[0], children[0])
+            sends = session.num_sends
+            session.release(*children)
+            await session.flush()
+            assert session.num_sends == sends + 1
+            assert all(child.released for child in children)
+            await until(lambda: way.engine.stats().branches <= 1, "the branches were given back")
+
+    run(main())
+
+
+# --- the end of things --------------------------------------------------------------------------------------------------
+
+
+async def endless(session: Session) -> Any:
+    stream = session.context("endless").stream()
+    assert await anext(stream) == " 0"
+    return stream
+
+
+def test_a_stream_that_is_dropped_is_cancelled(way: Way) -> None:
+    async def by_break(session: Session) -> None:
+        async for _ in session.context("endless").stream():
+            break
+
+    async def by_del(session: Session) -> None:
+        stream = await endless(session)
+        del stream
+
+    async def by_error(session: Session) -> None:
+        async def read() -> None:
+            async for _ in session.context("endless").stream():
+                raise ZeroDivisionError
+
+        with pytest.raises(ZeroDivisionError):
+            await read()
+
+    async def by_exit(session: Session) -> None:
+        async with await endless(session):
+            pass
+
+    async def by_task(session: Session) -> None:
+        stream = await endless(session)
+
+        async def read() -> None:
+            async for _ in stream:
+                pass
+
+        task = asyncio.ensure_future(read())
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        kept.append(stream)
+
+    async def by_timeout(session: Session) -> None:
+        generation = session.context("endless").generate()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(generation, 0.02)
+        kept.append(generation)
+
+    async def never_awaited(session: Session) -> None:
+        session.context("endless").generate()
+
+    async def by_cancel(session: Session) -> None:
+        stream = await endless(session)
+        stream.branch.cancel()
+        assert (await stream.result()).reason == "cancelled"
+
+    kept: list[Any] = []
+
+    async def main() -> None:
+        async with way.connect() as session:
+            for drop in (by_break, by_del, by_error, by_exit, by_task, by_timeout, never_awaited, by_cancel):
+                await drop(session)
+                await session.flush()
+                await nothing_runs(way)
+            for generation in kept:
+                assert (await generation.result()).reason == "cancelled"
+
+    run(main())
+
+
+def test_a_dropped_generation_leaves_the_next_one_on_its_branch_alone(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            branch = session.context("a")
+            first, second = branch.generate(), branch.generate()
+            del first
+            assert (await second).reason == "stop"
+
+    run(main())
+
+
+def test_a_branch_that_is_dropped_is_released(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            branches = session.context("a").fork(20)
+            await asyncio.gather(*(branch.ready() for branch in branches))
+            del branches
+            await until(lambda: way.engine.stats().branches == 0, "the branches were released")
+
+    run(main())
+
+
+def test_closing_a_session_ends_what_runs_and_releases_all(way: Way) -> None:
+    async def main() -> None:
+        session = await way.connect()
+        stream = await endless(session)
+        waiting = asyncio.ensure_future(stream.result())
+        await asyncio.sleep(0)
+        await session.aclose()
+        await session.aclose()
+        with pytest.raises(SessionClosedError):
+            await waiting
+        calls: list[Any] = [stream.branch.fork, stream.branch.generate, lambda: session.context("a")]
+        for call in calls:
+            with pytest.raises(SessionClosedError):
+                call()
+        with pytest.raises(SessionClosedError):
+            await session.stats()
+        await until(lambda: way.engine.stats().sessions == 0, "the session was closed")
+        await nothing_runs(way)
+
+    run(main())
+
+
+def test_a_session_that_is_dropped_is_closed(way: Way) -> None:
+    async def main() -> None:
+        session = await way.connect()
+        await session.context("a").ready()
+        del session
+        await until(lambda: way.engine.stats().sessions == 0, "the session was closed")
+
+    run(main())
+
+
+def test_two_sessions_do_not_see_each_other(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as one, way.connect() as two:
+            texts = await asyncio.gather(one.context("one").generate(), two.context("two words").generate())
+            assert [result.text.split()[-1] for result in texts] == ["one.", "words."]
+            assert (await one.stats()).sessions == 2
+
+    run(main())
+
+
+def test_an_engine_that_goes_away_fails_all_that_waits(way: Way) -> None:
+    async def main() -> None:
+        session = await way.connect()
+        stream = await endless(session)
+        waiting = asyncio.ensure_future(stream.result())
+        await asyncio.sleep(0)
+        way.break_off()
+        await until(lambda: waiting.done(), "the session noticed")
+        with pytest.raises(BranchlineError):
+            session.context("a")
+        with pytest.raises(BranchlineError):
+            await session.flush()
+        with pytest.raises(BranchlineError):
+            await waiting
+        with pytest.raises(BranchlineError):
+            stream.branch.fork()
+        await session.aclose()
+
+    run(main())
