@@ -1,0 +1,141 @@
+"""Loads a model and runs its steps."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from branchline.engine.attention.base import AttentionBackend
+from branchline.engine.config import EngineConfig
+from branchline.engine.errors import ConfigError, CorruptModelError
+from branchline.engine.model.config import ModelConfig
+from branchline.engine.model.gguf_file import GGUFFile
+from branchline.engine.model.gguf_weights import GGUFSource, read_gguf_config
+from branchline.engine.model.hf_config import read_hf_config
+from branchline.engine.model.resolve import ModelFiles, resolve_model
+from branchline.engine.model.safetensors_weights import SafetensorsSource
+from branchline.engine.model.weights import TensorSource, WeightReader
+from branchline.engine.models.base import Decoder
+from branchline.engine.models.find import find_architecture
+from branchline.engine.step import Step
+
+TIED_HEAD = frozenset({"lm_head.weight"})
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A model in memory.
+
+    Attributes:
+        model_config: its shapes; the context length is the engine's bound, if that has one.
+        files: where it came from; the tokenizer is read from there.
+        name: short name.
+        dtype, device: of weights and K/V.
+    """
+
+    decoder: Decoder
+    model_config: ModelConfig
+    files: ModelFiles
+    name: str
+    num_parameters: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_model(config: EngineConfig) -> LoadedModel:
+    """Find the model that the settings name and read its weights.
+
+    Raises:
+        ModelNotFoundError, CorruptModelError, UnsupportedModelError: their texts name file and tensor, key or field.
+        ConfigError: `context_length` is above the model's, or `device` isn't there.
+    """
+    began = time.perf_counter()
+    device = _device(config)
+    files = resolve_model(config.model)
+    try:
+        model_config, source = _open(files)
+    except OSError as err:
+        raise CorruptModelError(f"{files.path}: can't be read ({err})") from err
+    model_config = _bound_context(model_config, config)
+    weights = WeightReader(source, DTYPES[config.dtype], device)
+    decoder = find_architecture(model_config.architecture).decoder.load(model_config, weights)
+    weights.finish(optional=TIED_HEAD if model_config.tied_embeddings else frozenset())
+    logger.info("%s: %.1f M parameters in %.2f s", files.name, decoder.num_parameters / 1e6, time.perf_counter() - began)
+    return LoadedModel(
+        decoder=decoder,
+        model_config=model_config,
+        files=files,
+        name=files.name,
+        num_parameters=decoder.num_parameters,
+        dtype=decoder.dtype,
+        device=decoder.device,
+    )
+
+
+def _open(files: ModelFiles) -> tuple[ModelConfig, TensorSource]:
+    if files.kind == "hf":
+        return read_hf_config(files.path), SafetensorsSource(files.path)
+    gguf = GGUFFile(files.path)
+    config = read_gguf_config(gguf)
+    return config, GGUFSource(gguf, config)
+
+
+def _device(config: EngineConfig) -> torch.device:
+    if config.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "device = 'cuda': torch finds no CUDA device; use device = 'cpu' or a CUDA build of torch", param="device"
+        )
+    return torch.device(config.device)
+
+
+def _bound_context(model_config: ModelConfig, config: EngineConfig) -> ModelConfig:
+    if config.context_length is None:
+        return model_config
+    if config.context_length > model_config.context_length:
+        raise ConfigError(
+            f"context_length = {config.context_length}: the model's is {model_config.context_length}", param="context_length"
+        )
+    return dataclasses.replace(model_config, context_length=config.context_length)
+
+
+class ModelRunner:
+    """Runs a model's forward over the steps that the core planned. Belongs to one engine and its thread.
+
+    Attributes:
+        copied_bytes: K/V bytes moved by copy-on-write since the start.
+    """
+
+    def __init__(self, model: LoadedModel, attention: AttentionBackend) -> None:
+        self._decoder = model.decoder
+        self._device = model.device
+        self._attention = attention
+        self.copied_bytes = 0
+
+    def run(self, step: Step, logit_tokens: npt.NDArray[np.integer]) -> torch.Tensor:
+        """Compute a step: its copies, its K/V and the logits that are wanted. Modifies the pool.
+
+        Args:
+            step: borrowed for the call.
+            logit_tokens: [N] packed indices of the tokens whose logits are wanted; N may be 0.
+
+        Returns:
+            [N, vocab_size] float32, an inference tensor (see `Decoder.forward`).
+        """
+        if len(step.copy_src):
+            self.copied_bytes += self._attention.pool.copy_filled(step)
+        self._attention.plan(step)
+        return self._decoder.forward(
+            self._tensor(step.token_ids), self._tensor(step.positions), self._attention, self._tensor(logit_tokens)
+        )
+
+    def _tensor(self, array: npt.NDArray[np.integer]) -> torch.Tensor:
+        """A copy: the core's arrays change with its next plan, and a GPU may still be reading then."""
+        return torch.from_numpy(array.astype(np.int64)).to(self._device)
