@@ -46,8 +46,8 @@ class Branch:
     def fork(self, n: int | None = None) -> Branch | list[Branch]:
         """Make a child, or a list of `n` children, that start with all that this branch holds. Copies no K/V.
 
-        Costs no round trip: the children can be used at once. The branch itself can go on, and be released, without effect
-        on them.
+        Costs no round trip: the children can be used at once. They start when all that was asked of this branch before has
+        ended. The branch itself can go on, and be released, without effect on them.
 
         Raises InvalidParameterError (n < 1), ReleasedBranchError.
         """

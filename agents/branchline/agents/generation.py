@@ -153,6 +153,11 @@ class Generation:
         """The token ids that came until now."""
         return tuple([token for delta in self._request.deltas for token in delta.tokens])
 
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens came until now."""
+        return sum([len(delta.tokens) for delta in self._request.deltas])
+
     def __repr__(self) -> str:
         state = "ended" if self.done else "running"
         return f"<{type(self).__name__} {self._request.id} on branch {self._request.branch}, {state}>"

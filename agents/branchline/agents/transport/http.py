@@ -80,8 +80,8 @@ class HttpTransport:
             raise ConnectionLostError(f"the event stream from {self._url} broke: {err!r}") from err
 
     async def stats(self) -> EngineStats:
-        """The engine's counters."""
-        return _decode_stats(await self._request("GET", "/v1/stats"))
+        """Counters of the session's replica."""
+        return _decode_stats(await self._request("GET", f"/v1/stats?session={self._session}"))
 
     async def close(self) -> None:
         """Close the session and the connections."""

@@ -63,6 +63,8 @@ class RayTransport:
             raise ConnectError(f"what answers isn't a Branchline engine: {opened!r}")
         self._session = opened.session
         self._pinned = self._handle.options(session_id=opened.replica)
+        if self._replica and opened.replica != self._replica:
+            raise ConnectError(f"replica {self._replica!r} is gone, and its branches with it: make the context again elsewhere")
         return opened
 
     async def send(self, commands: Sequence[Command]) -> None:

@@ -1,0 +1,85 @@
+"""One agent reads a document; eight subagents are forked off it and asked at once. Prints what sharing saved.
+
+python examples/fan_out.py [--in-process] [--model …] [--document LICENSE] [--max-tokens 64] [--no-baseline]
+"""
+
+import argparse
+import asyncio
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from branchline.agents import Message, Session, connect
+from branchline.agents.patterns.fan_out import ask_apart, fan_out
+from branchline.agents.receipt import Receipt, Run
+from branchline.agents.view import FanOutView, Steps
+from branchline.engine.config import DEFAULT_MODEL, EngineConfig
+
+QUESTIONS = [
+    "Who may use the work under this license, and what does it cost them?",
+    "What must I do when I redistribute a modified version?",
+    "Does the license grant rights to patents?",
+    "When does a patent licence end?",
+    "May I use the licensor's trademarks?",
+    "Is there any warranty?",
+    "Who is liable for damages?",
+    "Under which terms are contributions submitted?",
+]
+
+
+async def demo(session: Session, console: Console, steps: Steps, args: argparse.Namespace) -> Receipt:
+    system = Message(role="system", content="Answer in one or two sentences, from the document that the user gives.")
+    document = [system, Message(role="user", content=args.document.read_text(encoding="utf-8"))]
+    asked = [Message(role="user", content=question) for question in QUESTIONS]
+    before, began = await session.stats(), time.perf_counter()
+    steps(f"reading {args.document.name} once")
+    root = await session.context(document, add_generation_prompt=False).ready()
+    steps.done()
+    info, prefix = await root.inspect(), root.last_ready
+    assert prefix is not None
+    title = f"{args.document.name}: {info.num_tokens} tokens on {info.shared_pages + info.private_pages} pages"
+    with FanOutView(console, title, QUESTIONS) as view:
+        answers = await fan_out(root, asked, temperature=0, max_tokens=args.max_tokens, watcher=view)
+    forked = Run(answers=answers, total_s=time.perf_counter() - began, before=before, after=await session.stats())
+    root.release()
+    apart = None
+    if not args.no_baseline:
+        steps(f"the same without forking: {len(QUESTIONS)} separate contexts, all at once")
+        before, began = await session.stats(), time.perf_counter()
+        answers = await ask_apart(session, [[*document, ask] for ask in asked], temperature=0, max_tokens=args.max_tokens)
+        apart = Run(answers=answers, total_s=time.perf_counter() - began, before=before, after=await session.stats())
+        steps.done()
+    return Receipt(info=session.info, prefix=prefix, forked=forked, apart=apart)
+
+
+async def main(args: argparse.Namespace, console: Console, steps: Steps) -> None:
+    target = None if args.in_process else "serve:branchline"
+    config = EngineConfig(model=args.model) if args.in_process else None
+    async with connect(target, config=config, progress=steps) as session:
+        receipt = await demo(session, console, steps, args)
+    console.print(receipt.table())
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--in-process", action="store_true", help="no Ray: the engine runs in this process")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a built-in name, a .gguf file, a folder or a repository id")
+    parser.add_argument("--document", type=Path, default=Path(__file__).parents[1] / "LICENSE", help="what the agent reads")
+    parser.add_argument("--max-tokens", type=int, default=64, help="longest answer")
+    parser.add_argument("--no-baseline", action="store_true", help="don't run it without forking")
+    options = parser.parse_args()
+    terminal = Console()
+    with Steps(terminal) as progress:
+        if options.in_process:
+            asyncio.run(main(options, terminal, progress))
+        else:
+            from branchline.orchestrator import app
+            from branchline.orchestrator.config import ServeConfig
+
+            running = app.start(ServeConfig(engine=EngineConfig(model=options.model)), progress)
+            try:
+                asyncio.run(main(options, terminal, progress))
+            finally:
+                progress("stopping Ray")
+                app.stop(running)
