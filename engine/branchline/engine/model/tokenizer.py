@@ -63,9 +63,12 @@ class Tokenizer:
         """
         try:
             ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        except UnicodeEncodeError as err:
+        except TypeError as err:
+            at = next((i for i, character in enumerate(text) if "\ud800" <= character <= "\udfff"), None)
+            if at is None:
+                raise
             raise InvalidParameterError(
-                f"the text isn't valid Unicode: character {err.start} is half of a surrogate pair", param="text"
+                f"the text isn't valid Unicode: character {at} is half of a surrogate pair", param="text"
             ) from err
         if add_bos and self._add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
