@@ -41,6 +41,7 @@ class BranchTree:
         max_batch: int = 512,
         max_step_tokens: int = 1024,
         max_levels: int = 8,
+        level_cost_pages: int = 32,
     ) -> None:
         """All memory is allocated here.
 
@@ -49,7 +50,11 @@ class BranchTree:
         unaligned fork copies, so that each row's K/V is one flat table and `num_levels` may still be > 1 at page-aligned
         sharing points.
 
-        Raises ValueError on a size below 1.
+        `level_cost_pages`: what a level of its own costs, in page reads: a run of pages that several rows share becomes one
+        only if that saves at least so many, else it is read with each row's own pages. A step has at most 2 * max_levels
+        levels.
+
+        Raises ValueError on a size below 1 (level_cost_pages: below 0) or if num_pages * page_tokens passes 32 bits.
         """
     # --- branches (effects are immediate; none of these may be called between plan() and commit()/rollback()) ---
     def root(self) -> int:
@@ -74,7 +79,8 @@ class BranchTree:
         """Tokens of the branch, the shared ones included."""
 
     def shared_length(self, branch: int) -> int:
-        """Tokens in the segments above the branch's tail."""
+        """Tokens in the segments above the branch's tail. A branch whose segment nobody else holds takes it back as its tail
+        when it next appends, so this can shrink after others were released."""
 
     def tokens(self, branch: int) -> npt.NDArray[np.int32]:
         """All token ids of the branch, root first. A copy."""
@@ -92,10 +98,11 @@ class BranchTree:
         """Put a branch into the batch as a decode row with request slot `slot` (0 <= slot < max_batch)."""
 
     def leave(self, branch: int) -> None:
-        """Take a branch out of the batch. `release` and `release_many` do so by themselves."""
+        """Take a branch out of the batch, or drop its queued prefill row. `release` and `release_many` do so by themselves."""
 
     def prefill(self, branch: int, slot: int, tokens: npt.NDArray[np.int32]) -> None:
-        """Add a row of several tokens to the next plan only. The branch must not be in the batch."""
+        """Add a row of one or more tokens to the next plan only. The branch must not be in the batch. Takes a copy. BatchError
+        if the queued rows alone pass max_step_tokens."""
 
     @property
     def next_tokens(self) -> npt.NDArray[np.int32]:

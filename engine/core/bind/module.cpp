@@ -1,0 +1,167 @@
+// The Python module `branchline.engine._core`. Its interface is engine/branchline/engine/_core.pyi; keep the two in step.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/tuple.h>
+
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "branchline/branch_tree.hpp"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace branchline {
+namespace {
+
+using IntVector = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>;
+using HandleVector = nb::ndarray<nb::numpy, uint64_t, nb::ndim<1>>;
+using TokensArg = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using HandlesArg = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+/// A new array that owns a copy of `values`.
+IntVector owned(const std::vector<int32_t>& values) {
+    auto data = std::make_unique<int32_t[]>(values.size());
+    std::copy(values.begin(), values.end(), data.get());
+    nb::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
+    return IntVector(data.release(), {values.size()}, owner);
+}
+
+HandleVector fork_many(BranchTree& self, Handle branch, int64_t count) {
+    self.require_fork(branch, count);
+    auto data = std::make_unique<Handle[]>(static_cast<std::size_t>(count));
+    nb::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<Handle*>(p); });
+    Handle* const out = data.release();
+    self.fork_many(branch, count, out);
+    return HandleVector(out, {static_cast<std::size_t>(count)}, owner);
+}
+
+/// A view of memory that `self` owns.
+IntVector view(nb::handle self, int32_t* data, int32_t size) {
+    return IntVector(data, {static_cast<std::size_t>(size)}, self);
+}
+
+template <int32_t* (Batch::*Data)(), int32_t (Batch::*Size)() const, int Extra = 0>
+IntVector batch_view(nb::handle self) {
+    Batch& batch = nb::cast<BranchTree&>(self).batch();
+    return view(self, (batch.*Data)(), (batch.*Size)() + Extra);
+}
+
+std::tuple<IntVector, IntVector, IntVector, IntVector> level_views(nb::handle self, int64_t index) {
+    const LevelArrays& level = nb::cast<BranchTree&>(self).level(index);
+    const int32_t groups = level.num_groups;
+    return {view(self, level.qo_indptr, groups + 1), view(self, level.kv_indptr, groups + 1),
+            view(self, level.kv_indices, level.kv_indptr[groups]), view(self, level.last_page_len, groups)};
+}
+
+/// Makes the exception classes and translates the core's errors to them.
+void bind_errors(nb::module_& m) {
+    static PyObject* classes[5];
+    const auto make = [&](int i, const char* name, const char* doc, nb::handle bases) {
+        const std::string full = std::string("branchline.engine._core.") + name;
+        classes[i] = PyErr_NewExceptionWithDoc(full.c_str(), doc, bases.ptr(), nullptr);
+        if (classes[i] == nullptr) nb::raise_python_error();
+        m.attr(name) = nb::handle(classes[i]);
+    };
+    make(0, "CoreError", "Base of the core's errors.", nb::handle(PyExc_Exception));
+    const nb::handle base(classes[0]);
+    make(1, "ReleasedHandleError", "The handle names a branch that was released, or none that ever was.", base);
+    make(2, "OutOfPagesError", "Not enough free pages. Nothing was changed.", base);
+    make(3, "OutOfBranchesError", "`max_branches` are in use. Nothing was changed.", base);
+    make(4, "BatchError", "A slot, a row or a plan isn't in the state that the call needs.",
+         nb::make_tuple(base, nb::handle(PyExc_ValueError)));
+    nb::register_exception_translator([](const std::exception_ptr& p, void*) {
+        try {
+            std::rethrow_exception(p);
+        } catch (const ReleasedHandleError& e) {
+            PyErr_SetString(classes[1], e.what());
+        } catch (const OutOfPagesError& e) {
+            PyErr_SetString(classes[2], e.what());
+        } catch (const OutOfBranchesError& e) {
+            PyErr_SetString(classes[3], e.what());
+        } catch (const BatchError& e) {
+            PyErr_SetString(classes[4], e.what());
+        } catch (const CoreError& e) {
+            PyErr_SetString(classes[0], e.what());
+        }
+    });
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+    m.doc() = "The compiled core: page pool and branch tree.";
+    nb::set_leak_warnings(false);  // a view of a tree in some module's globals at exit isn't a leak
+    bind_errors(m);
+
+    nb::class_<BranchTree>(m, "BranchTree", nb::is_final(),
+                           "Pages, segments and branches of one engine, and the arrays of its steps.")
+        .def(
+            "__init__",
+            [](BranchTree* self, int64_t num_pages, int64_t page_tokens, int64_t max_branches, int64_t max_batch,
+               int64_t max_step_tokens, int64_t max_levels, int64_t level_cost_pages) {
+                new (self) BranchTree(TreeSizes{num_pages, page_tokens, max_branches, max_batch, max_step_tokens, max_levels,
+                                                level_cost_pages});
+            },
+            "num_pages"_a, nb::kw_only(), "page_tokens"_a = TreeSizes{}.page_tokens, "max_branches"_a = TreeSizes{}.max_branches,
+            "max_batch"_a = TreeSizes{}.max_batch, "max_step_tokens"_a = TreeSizes{}.max_step_tokens,
+            "max_levels"_a = TreeSizes{}.max_levels, "level_cost_pages"_a = TreeSizes{}.level_cost_pages)
+        .def("root", &BranchTree::root)
+        .def("fork", &BranchTree::fork, "branch"_a)
+        .def("fork_many", &fork_many, "branch"_a, "count"_a)
+        .def("release", &BranchTree::release, "branch"_a)
+        .def(
+            "release_many",
+            [](BranchTree& self, const HandlesArg& branches) {
+                self.release_many(branches.data(), static_cast<int64_t>(branches.shape(0)));
+            },
+            nb::arg("branches").noconvert())
+        .def("truncate", &BranchTree::truncate, "branch"_a, "num_tokens"_a)
+        .def("length", &BranchTree::length, "branch"_a)
+        .def("shared_length", &BranchTree::shared_length, "branch"_a)
+        .def("tokens", [](BranchTree& self, Handle branch) { return owned(self.tokens(branch)); }, "branch"_a)
+        .def("pages", [](BranchTree& self, Handle branch) { return owned(self.pages(branch)); }, "branch"_a)
+        .def(
+            "describe",
+            [](BranchTree& self, Handle branch) {
+                const BranchSizes s = self.describe(branch);
+                return std::make_tuple(s.num_tokens, s.shared_tokens, s.shared_pages, s.private_pages, s.depth);
+            },
+            "branch"_a)
+        .def("pages_needed", &BranchTree::pages_needed, "branch"_a, "num_tokens"_a)
+        .def("join", &BranchTree::join, "branch"_a, "slot"_a, "next_token"_a)
+        .def("leave", &BranchTree::leave, "branch"_a)
+        .def(
+            "prefill",
+            [](BranchTree& self, Handle branch, int64_t slot, const TokensArg& tokens) {
+                self.prefill(branch, slot, tokens.data(), static_cast<int64_t>(tokens.shape(0)));
+            },
+            "branch"_a, "slot"_a, nb::arg("tokens").noconvert())
+        .def("plan", &BranchTree::plan)
+        .def("commit", &BranchTree::commit)
+        .def("rollback", &BranchTree::rollback)
+        .def_prop_ro("next_tokens", &batch_view<&Batch::next_tokens, &Batch::max_batch>)
+        .def_prop_ro("num_tokens", [](BranchTree& self) { return self.batch().num_tokens(); })
+        .def_prop_ro("num_rows", [](BranchTree& self) { return self.batch().num_rows(); })
+        .def_prop_ro("num_levels", [](BranchTree& self) { return self.batch().num_levels(); })
+        .def_prop_ro("num_copies", [](BranchTree& self) { return self.batch().num_copies(); })
+        .def_prop_ro("token_ids", &batch_view<&Batch::token_ids, &Batch::max_step_tokens>)
+        .def_prop_ro("positions", &batch_view<&Batch::positions, &Batch::max_step_tokens>)
+        .def_prop_ro("write_slots", &batch_view<&Batch::write_slots, &Batch::max_step_tokens>)
+        .def_prop_ro("row_indptr", &batch_view<&Batch::row_indptr, &Batch::max_batch, 1>)
+        .def_prop_ro("row_slots", &batch_view<&Batch::row_slots, &Batch::max_batch>)
+        .def_prop_ro("copy_src", &batch_view<&Batch::copy_src, &Batch::max_batch>)
+        .def_prop_ro("copy_dst", &batch_view<&Batch::copy_dst, &Batch::max_batch>)
+        .def_prop_ro("copy_tokens", &batch_view<&Batch::copy_tokens, &Batch::max_batch>)
+        .def("level", &level_views, "index"_a)
+        .def_prop_ro("num_free_pages", [](BranchTree& self) { return self.tree().pool().num_free(); })
+        .def_prop_ro("num_pages", [](BranchTree& self) { return self.tree().pool().num_pages(); })
+        .def_prop_ro("num_branches", [](BranchTree& self) { return self.tree().num_branches(); })
+        .def_prop_ro("num_segments", [](BranchTree& self) { return self.tree().num_segments(); })
+        .def_prop_ro("page_tokens", [](BranchTree& self) { return self.tree().pool().page_tokens(); })
+        .def("check", &BranchTree::check);
+}
+
+}  // namespace branchline

@@ -1,0 +1,249 @@
+#include "branchline/tree.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace branchline {
+
+namespace {
+
+int32_t pages_for(int32_t tokens, int32_t page_tokens) { return (tokens + page_tokens - 1) / page_tokens; }
+
+/// Where a tree's generations begin (even). Trees begin apart, so that another tree's handle is refused too.
+uint32_t draw_generation() {
+    static std::atomic<uint32_t> trees{0};
+    return (trees.fetch_add(1, std::memory_order_relaxed) * 0x9E3779B1u) & ~1u;
+}
+
+}  // namespace
+
+Tree::Tree(int32_t num_pages, int32_t page_tokens, int32_t max_branches, int32_t max_levels)
+    : pool_(num_pages, page_tokens),
+      max_levels_(max_levels),
+      num_free_branches_(max_branches),
+      num_free_segments_(num_pages),  // a segment has at least one page
+      first_generation_(draw_generation()),
+      branches_(index(max_branches)),
+      tails_(index(max_branches)),
+      segments_(index(num_pages)),
+      free_branches_(index(max_branches)),
+      free_segments_(index(num_pages)) {
+    for (int32_t i = 0; i < max_branches; ++i) {
+        branches_[index(i)] = Branch{kNone, 0, 0, 0, first_generation_, kNone, kNone, kNone};
+        free_branches_[index(i)] = max_branches - 1 - i;
+    }
+    for (int32_t i = 0; i < num_pages; ++i) free_segments_[index(i)] = num_pages - 1 - i;
+}
+
+int32_t Tree::resolve(Handle handle) const {
+    const auto i = static_cast<uint32_t>(handle);
+    const auto generation = static_cast<uint32_t>(handle >> 32);
+    if (i >= branches_.size() || (generation & 1u) == 0 || branches_[i].generation != generation) [[unlikely]] {
+        throw ReleasedHandleError("branch handle " + std::to_string(handle) +
+                                  " names no live branch: it was released, or another tree made it");
+    }
+    return static_cast<int32_t>(i);
+}
+
+void Tree::require_branches(int32_t count) const {
+    if (count > num_free_branches_) [[unlikely]] {
+        throw OutOfBranchesError("need " + std::to_string(count) + " more branches, have room for " +
+                                 std::to_string(num_free_branches_) + " of max_branches = " + std::to_string(branches_.size()) +
+                                 ": release branches or raise max_branches");
+    }
+}
+
+int32_t Tree::root() {
+    require_branches(1);
+    return open_branch(kNone, 0);
+}
+
+void Tree::freeze(Branch& branch, int32_t i) {
+    if (branch.length == branch.start) return;
+    const int32_t s = free_segments_[index(--num_free_segments_)];
+    ++num_segments_;
+    Segment& segment = segments_[index(s)];
+    segment.parent = branch.parent;
+    segment.refs = 1;
+    segment.start = branch.start;
+    segment.end = branch.length;
+    segment.lead = branch.lead;
+    segment.hard_above = 0;
+    segment.depth = 1;
+    if (branch.parent != kNone) {
+        const Segment& above = segments_[index(branch.parent)];
+        segment.hard_above = above.hard_above + (above.boundary == Boundary::hard ? 1 : 0);
+        segment.depth = above.depth + 1;
+    }
+    if (stored(segment) % pool_.page_tokens() == 0) {
+        segment.boundary = Boundary::aligned;
+    } else if (segment.hard_above + 1 < max_levels_) {
+        segment.boundary = Boundary::hard;
+    } else {
+        segment.boundary = Boundary::copied;
+    }
+    PageList& tail = tails_[index(i)];
+    segment.pages = tail;
+    tail.count = 0;
+    branch.parent = s;  // the branch holds the segment in the place of the segment's parent, which the segment holds now
+    branch.start = branch.length;
+    branch.lead = 0;
+}
+
+void Tree::thaw(int32_t i) {
+    Branch& branch = branches_[index(i)];
+    const int32_t s = branch.parent;
+    if (s == kNone || branch.length > branch.start) return;
+    Segment& segment = segments_[index(s)];
+    if (segment.refs > 1) return;
+    branch.parent = segment.parent;
+    branch.start = segment.start;
+    branch.lead = segment.lead;
+    tails_[index(i)] = segment.pages;
+    segment.refs = 0;
+    free_segments_[index(num_free_segments_++)] = s;
+    --num_segments_;
+}
+
+void Tree::drop(int32_t s) {
+    while (s != kNone) {
+        Segment& segment = segments_[index(s)];
+        if (--segment.refs > 0) return;
+        pool_.give_all(segment.pages);
+        free_segments_[index(num_free_segments_++)] = s;
+        --num_segments_;
+        s = segment.parent;
+    }
+}
+
+void Tree::release(int32_t i) {
+    Branch& branch = branches_[index(i)];
+    PageList& tail = tails_[index(i)];
+    if (tail.count > 0) pool_.give_all(tail);
+    branch.lead = 0;
+    branch.generation += 1;
+    --num_branches_;
+    // A place whose generations are used up is never taken again.
+    if (branch.generation != first_generation_) [[likely]] free_branches_[index(num_free_branches_++)] = i;
+    drop(branch.parent);
+    branch.parent = kNone;
+}
+
+void Tree::truncate(int32_t i, int32_t num_tokens) {
+    Branch& branch = branches_[index(i)];
+    if (num_tokens < branch.start || num_tokens > branch.length) {
+        throw std::invalid_argument("num_tokens = " + std::to_string(num_tokens) + ": expected from " +
+                                    std::to_string(branch.start) + " (its shared tokens) to " + std::to_string(branch.length) +
+                                    " (its length)");
+    }
+    shorten(branch, i, num_tokens);
+}
+
+void Tree::shorten(Branch& branch, int32_t i, int32_t num_tokens) {
+    branch.length = num_tokens;
+    const int32_t own = num_tokens - branch.start;
+    PageList& tail = tails_[index(i)];
+    const int32_t keep = own == 0 ? 0 : pages_for(branch.lead + own, pool_.page_tokens());
+    if (own == 0) branch.lead = 0;
+    while (tail.count > keep) pool_.give_last(tail);
+}
+
+int32_t Tree::pages_needed(int32_t i, int32_t num_tokens) const {
+    if (num_tokens == 0) return 0;
+    const Branch& branch = branches_[index(i)];
+    const int32_t page_tokens = pool_.page_tokens();
+    int64_t on_pages = 0;
+    int32_t pages = 0;
+    if (branch.length > branch.start) {
+        on_pages = branch.lead + branch.length - branch.start;
+        pages = tails_[index(i)].count;
+    } else if (branch.parent != kNone) {
+        const Segment& segment = segments_[index(branch.parent)];
+        if (segment.refs == 1) {
+            on_pages = stored(segment);
+            pages = segment.pages.count;
+        } else if (segment.boundary == Boundary::copied) {
+            on_pages = stored(segment) % page_tokens;
+        }
+    }
+    return static_cast<int32_t>((on_pages + num_tokens + page_tokens - 1) / page_tokens) - pages;
+}
+
+bool Tree::append(int32_t i, const int32_t* tokens, int32_t count, int32_t* write_slots, PageCopy& copy) {
+    Branch& branch = branches_[index(i)];
+    PageList& tail = tails_[index(i)];
+    const int32_t page_tokens = pool_.page_tokens();
+    bool copied = false;
+    if (branch.length == branch.start && branch.parent != kNone) {
+        const Segment& segment = segments_[index(branch.parent)];
+        if (segment.boundary == Boundary::copied) {
+            branch.lead = stored(segment) % page_tokens;
+            copy = PageCopy{segment.pages.last_page, pool_.take(tail), branch.lead};
+            std::memcpy(pool_.tokens_of(copy.dst), pool_.tokens_of(copy.src), sizeof(int32_t) * index(branch.lead));
+            copied = true;
+        }
+    }
+    int32_t on_pages = branch.lead + branch.length - branch.start;
+    int32_t done = 0;
+    while (done < count) {
+        const int32_t offset = on_pages % page_tokens;
+        const int32_t page = offset == 0 ? pool_.take(tail) : tail.last_page;
+        const int32_t run = std::min(count - done, page_tokens - offset);
+        const int32_t first_slot = page * page_tokens + offset;
+        std::memcpy(pool_.tokens() + first_slot, tokens + done, sizeof(int32_t) * index(run));
+        for (int32_t t = 0; t < run; ++t) write_slots[done + t] = first_slot + t;
+        done += run;
+        on_pages += run;
+    }
+    branch.length += count;
+    return copied;
+}
+
+void Tree::copy_tokens(int32_t i, int32_t* out) const {
+    const int32_t page_tokens = pool_.page_tokens();
+    const auto copy_run = [&](const PageList& list, int32_t lead, int32_t start, int32_t end) {
+        pool_.for_each(list, [&](int32_t p, int32_t page) {
+            const int32_t from = std::max(p * page_tokens, lead);
+            const int32_t to = std::min((p + 1) * page_tokens, lead + end - start);
+            if (to > from) {
+                std::memcpy(out + start + from - lead, pool_.tokens_of(page) + (from - p * page_tokens),
+                            sizeof(int32_t) * index(to - from));
+            }
+        });
+    };
+    const Branch& branch = branches_[index(i)];
+    copy_run(tails_[index(i)], branch.lead, branch.start, branch.length);
+    for (int32_t s = branch.parent; s != kNone; s = segments_[index(s)].parent) {
+        const Segment& segment = segments_[index(s)];
+        copy_run(segment.pages, segment.lead, segment.start, segment.end);
+    }
+}
+
+int32_t Tree::count_pages(int32_t i) const {
+    const Branch& branch = branches_[index(i)];
+    bool followed = branch.length > branch.start;
+    int32_t pages = tails_[index(i)].count;
+    for (int32_t s = branch.parent; s != kNone; s = segments_[index(s)].parent) {
+        const Segment& segment = segments_[index(s)];
+        pages += followed ? pages_read(segment) : segment.pages.count;
+        followed = true;
+    }
+    return pages;
+}
+
+void Tree::copy_pages(int32_t i, int32_t* out) const {
+    const Branch& branch = branches_[index(i)];
+    bool followed = branch.length > branch.start;
+    out += count_pages(i) - tails_[index(i)].count;
+    pool_.copy_ids(tails_[index(i)], tails_[index(i)].count, out);
+    for (int32_t s = branch.parent; s != kNone; s = segments_[index(s)].parent) {
+        const Segment& segment = segments_[index(s)];
+        const int32_t count = followed ? pages_read(segment) : segment.pages.count;
+        out -= count;
+        pool_.copy_ids(segment.pages, count, out);
+        followed = true;
+    }
+}
+
+}  // namespace branchline
