@@ -1,0 +1,31 @@
+"""Models for the numerics tests; each is made once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from branchline.engine.config import EngineConfig
+from branchline.engine.model.runner import LoadedModel, load_model
+from tests.numerics import tiny_hf
+
+Pair = tuple[Any, LoadedModel]
+
+
+@pytest.fixture(scope="session")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pair]:
+    """(transformers' model, ours from the folder that it saved) of a variant."""
+    made: dict[str, Pair] = {}
+
+    def of(variant: str) -> Pair:
+        if variant not in made:
+            reference = tiny_hf.make(variant)
+            folder: Path = tmp_path_factory.mktemp(variant)
+            reference.save_pretrained(folder)
+            made[variant] = (reference, load_model(EngineConfig(model=str(folder))))
+        return made[variant]
+
+    return of
