@@ -3,8 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from tests.agents.gateway import serving
 from tests.agents.harness import Way, reply
-from tests.agents.small_gateway import serving
 
 from branchline.agents.client import connect
 from branchline.agents.testing import ScriptedEngine
@@ -17,8 +17,8 @@ def way(request: pytest.FixtureRequest) -> Iterator[Way]:
         if request.param == "local":
             yield Way("local", engine, lambda: connect(engine), engine.close)
             return
-        with serving(engine) as server:
-            yield Way("http", engine, lambda: connect(server.url), server.stop)
+        with serving(engine) as gateway:
+            yield Way("http", engine, lambda: connect(gateway.url), gateway.stop)
 
 
 @pytest.fixture
