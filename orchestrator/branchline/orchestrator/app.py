@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
@@ -20,6 +20,17 @@ if TYPE_CHECKING:
     from ray.serve import Application
 
 Progress = Callable[[str], None]
+SERVE_LOGGER: Final = "ray.serve"
+RAY_ENVIRONMENT: Final = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # Handle calls by gRPC instead of Ray's object store: half the latency, and a replica learns at once when the process
+    # that read a stream was killed. Without it only the session's lease tells.
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    # One thread hop less a call. The methods of both deployments never block their loop.
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+}
+"""Set, unless set already, before Ray is imported; the processes of a Ray that `start` starts inherit them."""
 
 
 class Running(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,16 +87,15 @@ def stop(running: Running) -> None:
     if not ray.is_initialized():
         return
     if running.owns_ray:
-        serve.shutdown()
-        shutdown: Callable[[], None] = ray.shutdown
-        shutdown()
+        # Takes Serve's processes with it.
+        ray.shutdown()
     else:
         serve.delete(APP_NAME)
 
 
 def _init_ray(config: ServeConfig) -> tuple[str | None, bool]:
-    # Read when Ray is imported, and passed on to its processes.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    for name, value in RAY_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     import ray
 
     if ray.is_initialized():
@@ -109,6 +119,8 @@ def _deploy(config: ServeConfig) -> None:
 
     from branchline.orchestrator.replica import read_start_error
 
+    if not config.verbose:
+        logging.getLogger(SERVE_LOGGER).setLevel(logging.WARNING)
     serve.start(http_options={"host": config.host, "port": config.port}, proxy_location="EveryNode")
     try:
         serve.run(build_app(config), name=APP_NAME, route_prefix="/")

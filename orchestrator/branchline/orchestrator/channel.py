@@ -20,6 +20,7 @@ from branchline.orchestrator.link import Link
 from branchline.orchestrator.protocol import Ack, ErrorReply, OpenSession, Reply, SessionOpened
 
 logger = logging.getLogger(__name__)
+KEEP_ALIVES_PER_TIMEOUT = 3
 R = TypeVar("R", bound=Reply)
 
 
@@ -164,7 +165,9 @@ class Channel:
     async def _send_all(self) -> None:
         try:
             while True:
-                await self._has_unsent.wait()
+                # A batch without commands when there was nothing to say for a while: the session's keep-alive.
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._has_unsent.wait(), self.opened.timeout_s / KEEP_ALIVES_PER_TIMEOUT)
                 self._has_unsent.clear()
                 groups = list(self._unsent)
                 self._unsent.clear()

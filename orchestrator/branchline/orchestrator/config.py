@@ -22,7 +22,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         dashboard: whether a Ray started by `start` has its dashboard.
         dashboard_port: where the dashboard listens (loopback); Ray takes the next free port when it's taken.
         max_body_bytes: longest request body that the gateway reads.
-        heartbeat_s: an event stream that has nothing to say says so this often.
+        heartbeat_s: an event stream that has nothing to say says so this often; at most half of `session_timeout_s`.
         metrics_period_s: how often the engine's counters go to Ray's metrics.
         verbose: show what Ray and its workers log.
         engine: the engine's settings, the same for every replica.
@@ -56,6 +56,12 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if value <= 0:
                 raise ConfigError(f"{name} = {value}: expected more than 0", param=name)
         self.engine.validate()
+        if self.heartbeat_s > self.engine.session_timeout_s / 2:
+            raise ConfigError(
+                f"heartbeat_s = {self.heartbeat_s}: expected at most half of the engine's session_timeout_s, "
+                f"{self.engine.session_timeout_s}",
+                param="heartbeat_s",
+            )
         return self
 
     @classmethod

@@ -123,7 +123,7 @@ class EngineHost:
             return _refuse(err)
 
     async def submit(self, payload: bytes) -> bytes:
-        """CommandBatch -> Ack. Batches without commands keep the session alive."""
+        """CommandBatch -> Ack. A batch without commands keeps the session alive."""
         try:
             batch = _decode(protocol.decode_batch, payload)
             outbox = self._find(batch.session)
@@ -236,21 +236,15 @@ class EngineHost:
                 self._engine.close_session(outbox.engine_session)
 
     async def _watch(self) -> None:
-        """Close sessions that nobody reads and nobody speaks to; keep those alive that are read."""
+        """Close the sessions whose clients are silent, and all of them when the engine stops."""
         period_s = min(WATCH_PERIOD_S, self._timeout_s / 4)
         while True:
             await asyncio.sleep(period_s)
-            now = time.monotonic()
+            oldest = time.monotonic() - self._timeout_s
+            with contextlib.suppress(EngineError):
+                await self.check_health()
             for session, outbox in list(self._outboxes.items()):
-                try:
-                    if outbox.has_reader:
-                        self._engine.touch(outbox.engine_session)
-                    elif now - outbox.heard > self._timeout_s:
-                        self._close(session)
-                except EngineClosedError as err:
-                    self._failure = err
-                    self._close(session)
-                except BranchlineError:  # the engine closed it on its own
+                if self._failure is not None or outbox.heard < oldest:
                     self._close(session)
 
 

@@ -53,7 +53,9 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class SessionOpened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
     """The session's id (a secret: who knows it can use the session), its replica, and what is served there.
 
-    A session from which nothing is heard for `timeout_s` seconds, and whose stream nobody reads, is closed.
+    A session whose client sends nothing for `timeout_s` seconds is closed: clients that have nothing to say send a batch
+    without commands about three times in that time. (Reading the stream is not enough: Ray doesn't tell a replica that the
+    process that read it was killed.) Over HTTP the gateway does it for as long as the event stream is read.
     """
 
     session: str

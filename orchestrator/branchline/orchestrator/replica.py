@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from ray import serve
 from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
 
 from branchline.engine.errors import BranchlineError, ConfigError
 from branchline.engine.types import ErrorInfo
@@ -132,6 +133,7 @@ def engine_deployment(config: ServeConfig) -> Any:
         health_check_period_s=5,
         graceful_shutdown_timeout_s=5,
         graceful_shutdown_wait_loop_s=0.2,
+        logging_config=LoggingConfig(enable_access_log=False),
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if on_gpu else 0},
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
     )

@@ -6,6 +6,7 @@ ownership; `FIFOMixin` hands a chosen replica to the oldest waiting request and 
 
 from __future__ import annotations
 
+import random
 import time
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
@@ -32,4 +33,5 @@ class BranchRouter(RequestRouter):
             case Decision.WAIT:
                 return []
             case Decision.ANY:
-                return [candidate_replicas]
+                # Ray takes the first of those with equally short queues.
+                return [random.sample(candidate_replicas, len(candidate_replicas))]

@@ -16,13 +16,16 @@ from branchline.orchestrator.routing_policy import least_loaded
 
 logger = logging.getLogger(__name__)
 REFRESH_PERIOD_S = 5.0
+RECOVERY_PERIOD_S = 0.5
 
 
 class Backend:
     """Keeps a channel to every replica that is up."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: Link, num_replicas: int = 1) -> None:
+        """`num_replicas`: how many are expected; while fewer are up they are looked for more often."""
         self.link = link
+        self._num_replicas = num_replicas
         self._channels: dict[str, Channel] = {}
         self._refreshing = asyncio.Lock()
         self._refresher: asyncio.Task[None] | None = None
@@ -68,6 +71,15 @@ class Backend:
         fields = EngineStats.__struct_fields__
         return EngineStats(**{name: sum(getattr(stats, name) for stats in replies) for name in fields})
 
+    async def quietest(self) -> str | None:
+        """The replica that has least to do, by its own account; None when the engines don't say: then any will do."""
+        try:
+            replies = [read_reply(payload, StatsReply) for payload in await self.link.call_all("stats")]
+        except BranchlineError:
+            return None
+        load = {reply.replica: reply.stats for reply in replies}
+        return min(load, key=lambda name: _busyness(load[name]), default=None)
+
     def num_live(self) -> int:
         """Replicas that a request could go to now."""
         return len(self._live())
@@ -77,7 +89,7 @@ class Backend:
 
     async def _keep_fresh(self) -> None:
         while True:
-            await asyncio.sleep(REFRESH_PERIOD_S)
+            await asyncio.sleep(REFRESH_PERIOD_S if self.num_live() >= self._num_replicas else RECOVERY_PERIOD_S)
             try:
                 await self._refresh()
             except BranchlineError as err:
@@ -96,3 +108,7 @@ class Backend:
                 if opened.replica not in self._channels:
                     channel = await Channel.open(self.link, replica=opened.replica, client="gateway")
                     self._channels[channel.replica] = channel
+
+
+def _busyness(stats: EngineStats) -> tuple[int, int, int]:
+    return stats.running + stats.waiting, stats.branches, stats.sessions

@@ -3,6 +3,7 @@ serve any session."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import Any, TypeVar
 
@@ -17,9 +18,10 @@ from branchline.orchestrator.channel import read_reply
 from branchline.orchestrator.gateway.asgi import EventStream, read_body, sse
 from branchline.orchestrator.gateway.backend import Backend
 from branchline.orchestrator.host import replica_of
-from branchline.orchestrator.protocol import MSGPACK, Ack, CommandBatch, OpenSession, SessionOpened
+from branchline.orchestrator.protocol import MSGPACK, Ack, CommandBatch, EventBatch, OpenSession, SessionOpened
 
 T = TypeVar("T")
+KEEP_ALIVE_S = 5.0
 
 
 class Branches:
@@ -42,7 +44,8 @@ class Branches:
         """POST /v1/sessions: OpenSession -> SessionOpened. An empty body is an OpenSession without anything."""
         body = await read_body(request, self._max_body_bytes)
         given = _decode(request, body, protocol.decode_open, protocol.decode_open_json) if body else OpenSession()
-        reply = await self._backend.link.call("open_session", protocol.encode(given))
+        replica = await self._backend.quietest()
+        reply = await self._backend.link.call("open_session", protocol.encode(given), replica=replica)
         return _answer(request, read_reply(reply, SessionOpened))
 
     async def commands(self, request: Request) -> Response:
@@ -71,7 +74,7 @@ class Branches:
         except BaseException:
             await stream.aclose()
             raise
-        return EventStream(_relay(first, stream), stream.aclose)
+        return EventStream(self._relay(first, stream, session, replica), stream.aclose)
 
     async def close(self, request: Request) -> Response:
         """DELETE /v1/sessions/{session} -> 204, also for a session that is gone."""
@@ -79,18 +82,27 @@ class Branches:
         read_reply(await self._backend.link.call("close_session", session, replica=replica), Ack)
         return Response(status_code=204)
 
+    async def _relay(
+        self, first: bytes, stream: AsyncGenerator[bytes, None], session: str, replica: str
+    ) -> AsyncGenerator[bytes, None]:
+        """Frame the batches; keep the session alive, for its client is there as long as this runs."""
+        keep_alive = protocol.encode(CommandBatch(session, ()))
+        touched = time.monotonic()
+        yield _frame(protocol.decode_events(first))
+        try:
+            async for payload in stream:
+                batch = protocol.decode_events(payload)
+                yield _frame(batch)
+                now = time.monotonic()
+                if not batch.events or now - touched > KEEP_ALIVE_S:
+                    touched = now
+                    read_reply(await self._backend.link.call("submit", keep_alive, replica=replica), Ack)
+        except BranchlineError as err:
+            yield sse([protocol.encode_json(protocol.openai_error(err))])
 
-async def _relay(first: bytes, stream: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    yield _frame(first)
-    try:
-        async for payload in stream:
-            yield _frame(payload)
-    except BranchlineError as err:
-        yield sse([protocol.encode_json(protocol.openai_error(err))])
 
-
-def _frame(payload: bytes) -> bytes:
-    return sse([protocol.encode_json(protocol.decode_events(payload))])
+def _frame(batch: EventBatch) -> bytes:
+    return sse([protocol.encode_json(batch)])
 
 
 def _session(request: Request) -> tuple[str, str]:

@@ -25,7 +25,7 @@ class GatewayReplica:
         self._config = config
 
     def __serve_build_asgi_app__(self) -> Starlette:  # noqa: N807, RUF100 - Serve's name for this hook
-        return build_asgi(Backend(ServeLink(self._engine)), self._config.max_body_bytes)
+        return build_asgi(Backend(ServeLink(self._engine), self._config.num_replicas), self._config.max_body_bytes)
 
 
 def gateway_deployment(engine: Any, config: ServeConfig) -> Any:

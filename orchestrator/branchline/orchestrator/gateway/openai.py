@@ -106,7 +106,9 @@ async def _stream(generation: Generation, job: Job, kind: Kind, model: str) -> A
     """One item a step, with the chunks of all choices. An error after the start is the last message."""
     writer = ChunkWriter(kind, model, logprobs=job.params.logprobs is not None, include_usage=job.include_usage)
     try:
-        yield sse(writer.opening(job.n * len(job.contents)))
+        opening = writer.opening(job.n * len(job.contents))
+        if opening:
+            yield sse(opening)
         async for pieces in generation.pieces():
             chunks = writer.pieces(pieces)
             if chunks:

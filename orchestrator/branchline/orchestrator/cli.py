@@ -1,0 +1,222 @@
+"""The command line. Heavy modules are imported by the command that needs them: `--help` costs neither Ray nor torch."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import pkgutil
+import signal
+import socket
+import sys
+import threading
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from branchline.engine.config import DEFAULT_MODEL
+from branchline.engine.errors import BranchlineError, ConfigError
+
+if TYPE_CHECKING:
+    from branchline.orchestrator.app import Running
+    from branchline.orchestrator.config import ServeConfig
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+BAD_INPUT = 2
+
+
+def main() -> None:
+    """Entry point of `branchline`. An error of ours is one line and exit status 2."""
+    try:
+        app()
+    except BranchlineError as err:
+        _fail(err.message)
+
+
+@app.callback()
+def _branchline() -> None:
+    """Branchline: one context, many branches. A language-model engine whose first-class operation is the fork."""
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        str, typer.Option(help="Built-in name, .gguf file, Hugging Face folder or repository id.")
+    ] = DEFAULT_MODEL,
+    served_name: Annotated[str | None, typer.Option(help="What clients call the model.")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; loopback only by default.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="HTTP port.")] = 8000,
+    replicas: Annotated[int, typer.Option(help="Engines, each with its own weights and page pool.")] = 1,
+    pool_tokens: Annotated[int | None, typer.Option(help="Tokens that the K/V pool holds.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    attention: Annotated[str | None, typer.Option(help="Attention backend; auto takes the device's best.")] = None,
+    context_length: Annotated[int | None, typer.Option(help="Bound on a branch's tokens; default: the model's own.")] = None,
+    max_batch: Annotated[int | None, typer.Option(help="Most branches in one step.")] = None,
+    max_step_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Compute threads; default: all cores.")] = None,
+    dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard.")] = True,
+    dashboard_port: Annotated[int, typer.Option(help="The dashboard's port, on loopback.")] = 8265,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what Ray and its workers log.")] = False,
+) -> None:
+    """Serve a model: OpenAI's API and the branch API over HTTP, and a Ray Serve application."""
+    from branchline.orchestrator.config import ServeConfig
+
+    engine = {
+        "model": model, "served_name": served_name, "pool_tokens": pool_tokens, "dtype": dtype, "device": device,
+        "attention": attention, "context_length": context_length, "max_batch": max_batch,
+        "max_step_tokens": max_step_tokens, "threads": threads,
+    }  # fmt: skip
+    config = ServeConfig.from_dict(
+        {
+            "host": host,
+            "port": port,
+            "num_replicas": replicas,
+            "dashboard": dashboard,
+            "dashboard_port": dashboard_port,
+            "verbose": verbose,
+            "engine": {name: value for name, value in engine.items() if value is not None},
+        }
+    )
+    _check_port(config)
+    _check_model(config)
+    _serve(config)
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="A running server; see `branchline serve`.")] = "http://127.0.0.1:8000",
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.7,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens of one answer.")] = 512,
+) -> None:
+    """Chat in the terminal. The conversation is one branch that grows: nothing is computed twice."""
+    import asyncio
+
+    from branchline.orchestrator.chat import run_chat
+
+    asyncio.run(run_chat(url, system=system, temperature=temperature, max_tokens=max_tokens))
+
+
+@app.command()
+def models() -> None:
+    """List the built-in models and where they are."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from branchline.engine.model.resolve import BUILTIN_MODELS, resolve_model
+
+    table = Table("name", "where", "MB")
+    for name in BUILTIN_MODELS:
+        try:
+            path = resolve_model(name).path
+            table.add_row(name, str(path), f"{path.stat().st_size / 1e6:.0f}")
+        except BranchlineError as err:
+            table.add_row(name, f"[yellow]{err.message}", "")
+    console = Console()
+    console.print(table)
+    console.print("Besides: any .gguf file, Hugging Face folder, or repository id.", highlight=False)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    try:
+        typer.echo(importlib.metadata.version("branchline"))
+    except importlib.metadata.PackageNotFoundError:
+        typer.echo("unknown: the package isn't installed")
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def bench(
+    context: typer.Context, name: Annotated[str | None, typer.Argument(help="Which one; none lists them.")] = None
+) -> None:
+    """Run a benchmark: `branchline bench`, `branchline bench NAME --help`."""
+    from branchline.load import bench as package
+
+    names = sorted(found.name for found in pkgutil.iter_modules(package.__path__) if not found.name.startswith("_"))
+    if name is None or name.startswith("-"):
+        typer.echo("benchmarks: " + (", ".join(names) or "none"))
+        return
+    if name not in names:
+        raise ConfigError(f"no benchmark {name!r}: there are {', '.join(names) or 'none'}")
+    module = importlib.import_module(f"{package.__name__}.{name}")
+    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    command.command(name)(module.run)
+    command(args=context.args, prog_name=f"branchline bench {name}")
+
+
+def _fail(message: str) -> NoReturn:
+    typer.secho(f"branchline: {message}", err=True, fg="red")
+    raise SystemExit(BAD_INPUT)
+
+
+def _check_port(config: ServeConfig) -> None:
+    """Find out before Ray's seconds are spent. Raises ConfigError."""
+    with socket.socket(socket.AF_INET6 if ":" in config.host else socket.AF_INET) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((config.host, config.port))
+        except OSError as err:
+            reason = f"{config.host}:{config.port}: {err.strerror}"
+            raise ConfigError(f"can't listen on {reason}; choose another with --port or --host", param="port") from err
+
+
+def _check_model(config: ServeConfig) -> None:
+    """Find out before Ray's seconds are spent. Raises ModelNotFoundError, CorruptModelError."""
+    from branchline.engine.model.resolve import resolve_model
+
+    resolve_model(config.engine.model)
+
+
+def _serve(config: ServeConfig) -> None:
+    from rich.console import Console
+
+    from branchline.orchestrator.app import start, stop
+
+    console = Console(stderr=True)
+    stopped = threading.Event()
+
+    def interrupt(number: int, _: Any) -> None:
+        if stopped.is_set():  # asked twice: don't wait for the clean end
+            sys.exit(128 + number)
+        stopped.set()
+        if running is None:
+            raise KeyboardInterrupt
+
+    running: Running | None = None
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
+    try:
+        with console.status("starting") as status:
+            running = start(config, lambda line: status.update(f"{line} …"))
+    except KeyboardInterrupt:
+        console.print("stopped before it was up")
+        raise SystemExit(130) from None
+    try:
+        # Ray sets handlers of its own when it starts.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, interrupt)
+        console.print(_card(config, running))
+        stopped.wait()
+    finally:
+        with console.status("stopping"):
+            stop(running)
+        console.print("stopped")
+
+
+def _card(config: ServeConfig, running: Running) -> Any:
+    from rich.panel import Panel
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    table.add_row("model", config.engine.served_name or config.engine.model)
+    table.add_row("OpenAI base_url", running.base_url)
+    table.add_row("branch API", f"{running.base_url}/sessions")
+    table.add_row("chat", f"branchline chat --url {running.base_url.removesuffix('/v1')}")
+    if running.dashboard_url is not None:
+        table.add_row("Ray dashboard", running.dashboard_url)
+    table.add_row("stop", "Ctrl-C")
+    return Panel(table, title="Branchline serves", expand=False)
