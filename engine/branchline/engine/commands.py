@@ -81,8 +81,7 @@ class CommandRunner:
         self._executor = executor
         self._call_in_engine = call_in_engine
         self.sessions = sessions
-        self._to_pump: deque[Branch] = deque()
-        self._pumping = False
+        self._unsettled: deque[Branch] = deque()
         self.num_forks = 0
 
     # --- commands ---------------------------------------------------------------------------------------------------
@@ -108,7 +107,7 @@ class CommandRunner:
                     emit_failed(session, command.branch, err, None if isinstance(command, Append) else command.request)
                 else:
                     branch.queue.append(command)
-                    self.pump(branch)
+                    self.touch(branch)
 
     def close(self, session: Session) -> None:
         """Release all the session's branches and send it nothing more."""
@@ -130,7 +129,7 @@ class CommandRunner:
             return
         branch.key = ROOT_KEY
         branch.queue.append(command)
-        self.pump(branch)
+        self.touch(branch)
 
     def _fork(self, session: Session, command: Fork) -> None:
         if not 1 <= command.count <= MAX_CHILDREN_PER_FORK:
@@ -150,7 +149,7 @@ class CommandRunner:
                 self.fail_branch(child, err)
             return
         parent.queue.append(ForkInto(children, command.first))
-        self.pump(parent)
+        self.touch(parent)
 
     def _attach(self, session: Session, command: Attach) -> None:
         try:
@@ -170,7 +169,7 @@ class CommandRunner:
             self.fail_branch(child, err)
             return
         source.queue.append(ForkInto([child], command.branch))
-        self.pump(source)
+        self.touch(source)
 
     def _cancel(self, session: Session, command: Cancel) -> None:
         try:
@@ -184,7 +183,7 @@ class CommandRunner:
             emit(session, Finished(branch.id, queued.request, "cancelled", Usage(0, 0, 0), Timing(0.0, 0.0, 0.0)))
         if branch.work is not None and branch.work.generation is not None:
             self._stop_work(branch.work)
-        self.pump(branch)
+        self.touch(branch)
 
     def _release(self, session: Session, branch_id: int) -> None:
         try:
@@ -211,25 +210,23 @@ class CommandRunner:
                 emit_failed(session, branch_id, self._released_error(branch_id), queued.request)
         if kept == 0 and branch.work is not None:
             self._stop_work(branch.work)
-        self.pump(branch)
+        self.touch(branch)
 
     # --- a branch's turns -------------------------------------------------------------------------------------------
 
-    def pump(self, branch: Branch) -> None:
-        """Let the branch's queued commands take effect until one must wait, and those of branches that this sets free.
+    def touch(self, branch: Branch) -> None:
+        """Have `settle` look at the branch."""
+        self._unsettled.append(branch)
 
-        A work list, not recursion: chains of forks may be thousands deep."""
-        self._to_pump.append(branch)
-        if self._pumping:
-            return
-        self._pumping = True
-        try:
-            while self._to_pump:
-                self._pump_one(self._to_pump.popleft())
-        finally:
-            self._pumping = False
+    def settle(self) -> None:
+        """Let queued commands take effect, on all branches that something happened to, until each must wait.
 
-    def _pump_one(self, branch: Branch) -> None:
+        Called when all commands that came were applied, so that an append and the generation after it are one prefill. A
+        work list, not recursion: chains of forks may be thousands deep."""
+        while self._unsettled:
+            self._settle(self._unsettled.popleft())
+
+    def _settle(self, branch: Branch) -> None:
         while branch.queue:
             if branch.error is None and branch.busy:
                 return
@@ -258,7 +255,7 @@ class CommandRunner:
     def work_ended(self, work: Work) -> None:
         """The branch's work is over (done, stopped or failed): go on with its queue."""
         work.branch.work = None
-        self.pump(work.branch)
+        self.touch(work.branch)
 
     def _turn(self, branch: Branch, command: Queued) -> None:
         match command:
@@ -307,7 +304,7 @@ class CommandRunner:
                 self._extended(branch, *outcome, began)
             except BranchlineError as err:
                 self.fail_branch(branch, err)
-            self.pump(branch)
+            self.touch(branch)
 
         self._executor.submit(tokenize)
 
@@ -382,7 +379,7 @@ class CommandRunner:
         if children:
             emit(children[0].session, Forked(parent.id, command.first, len(children), fork_s))
         for child in children:
-            self.pump(child)
+            self.touch(child)
 
     def _inspect(self, branch: Branch, command: Inspect) -> None:
         assert branch.node is not None
@@ -410,11 +407,13 @@ class CommandRunner:
         branch.unanswered.clear()
         branch.pending = NO_TOKENS
         emit_failed(branch.session, branch.id, err)
-        self.pump(branch)
+        self.touch(branch)
 
     def _refuse(self, branch: Branch, command: Queued) -> None:
         assert branch.error is not None
-        err = FailedBranchError(f"branch {branch.id} can't be used, an earlier command failed: {branch.error.message}")
+        err = branch.error
+        if not isinstance(err, FailedBranchError):
+            err = FailedBranchError(f"branch {branch.id} can't be used, an earlier command failed: {err.message}")
         if isinstance(command, ForkInto):
             for child in command.children:
                 self.fail_branch(child, err)

@@ -163,7 +163,9 @@ class StepLoop:
             began = time.perf_counter()
             worked_before = self.counters.tensor_s + self.counters.plan_s
             self._drain()
+            self._commands.settle()
             stepped = self._step()
+            self._commands.settle()
             self._publish()
             worked = self.counters.tensor_s + self.counters.plan_s - worked_before
             self.counters.python_s += time.perf_counter() - began - worked
@@ -172,6 +174,7 @@ class StepLoop:
         for session in list(self.sessions.values()):
             self._commands.close(session)
         self.sessions.clear()
+        self._commands.settle()
         self._executor.shutdown(wait=True, cancel_futures=True)
 
     def _drain(self) -> None:
