@@ -6,7 +6,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
 from tests.tiny_model import write_tiny_model
 
 

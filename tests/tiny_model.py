@@ -44,7 +44,7 @@ def write_tiny_model(folder: Path, *, seed: int = 0, context_length: int = 4096)
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) * (1.5 / shape[-1] ** 0.5)
+        return torch.randn(shape, generator=generator).mul_(float(1.5 / shape[-1] ** 0.5))
 
     weights = {
         "model.embed_tokens.weight": torch.randn((vocab_size, hidden), generator=generator),

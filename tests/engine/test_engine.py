@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engine.recorder import Recorder
 
 from branchline.engine.config import EngineConfig
 from branchline.engine.engine import Engine
@@ -37,7 +38,6 @@ from branchline.engine.types import (
     Text,
     TokenIds,
 )
-from tests.engine.recorder import Recorder
 
 PROMPT = "The quick brown fox jumps over the lazy dog. " * 3
 
@@ -428,7 +428,9 @@ def test_more_work_than_memory_waits_for_its_turn(tiny_model: Path) -> None:
         client = Recorder(engine)
         params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
         for i in range(40):
-            client.send(Context(i, TokenIds((i + 1,) * 50)), Generate(i, i, params), Release((i,)) if i % 5 == 4 else Cancel(i + 1))
+            client.send(Context(i, TokenIds((i + 1,) * 50)), Generate(i, i, params))
+            if i % 5 == 4:
+                client.send(Release((i,)))
         kept = [i for i in range(40) if i % 5 != 4]
         for i in kept:
             assert len(client.output(i).tokens) == 60

@@ -44,6 +44,7 @@ from branchline.engine.types import (
     Inspect,
     Ready,
     Release,
+    SamplingParams,
     Timing,
     Usage,
 )
@@ -63,6 +64,7 @@ class CommandRunner:
         tree: BranchTree,
         scheduler: Scheduler,
         encoder: ContentEncoder,
+        check_params: Callable[[SamplingParams], None],
         make_generation: Callable[[Branch, Generate, int], Generation],
         stop_work: Callable[[Work], None],
         context_length: int,
@@ -74,6 +76,7 @@ class CommandRunner:
         self._tree = tree
         self._scheduler = scheduler
         self._encoder = encoder
+        self._check_params = check_params
         self._make_generation = make_generation
         self._stop_work = stop_work
         self._context_length = context_length
@@ -339,6 +342,7 @@ class CommandRunner:
 
     def _start_generation(self, branch: Branch, command: Generate) -> None:
         params = command.params.validate()
+        self._check_params(params)
         assert branch.node is not None
         length = self._tree.length(branch.node) + len(branch.pending)
         if length == 0:

@@ -123,7 +123,8 @@ class Engine:
         generations = sum(isinstance(command, Generate) for command in commands)
         if generations and waiting + generations > self._config.max_waiting:
             raise EngineOverloadedError(
-                f"{waiting} requests wait already and {generations} more came: at most {self._config.max_waiting} may; retry later"
+                f"{waiting} requests wait already and {generations} more came: "
+                f"at most {self._config.max_waiting} may; retry later"
             )
         self._loop.post(found, tuple(commands))
 

@@ -23,7 +23,7 @@ from branchline.engine.model.rng import stream_key
 from branchline.engine.model.runner import ModelRunner
 from branchline.engine.model.sampler import Sampled, Sampler
 from branchline.engine.model.tokenizer import Tokenizer
-from branchline.engine.results import logprobs_of
+from branchline.engine.results import position_logprobs
 from branchline.engine.scheduler.scheduler import Scheduler
 from branchline.engine.step import Level, Step
 from branchline.engine.types import Command, Delta, EngineStats, Finished, FinishReason, Generate, Timing, Usage
@@ -72,6 +72,7 @@ class StepLoop:
             tree=tree,
             scheduler=self._scheduler,
             encoder=encoder,
+            check_params=sampler.check,
             make_generation=self._make_generation,
             stop_work=self.stop_work,
             context_length=context_length,
@@ -346,7 +347,8 @@ class StepLoop:
                     reason = "length"
                     text += generation.detokenizer.finish()
             branch = work.branch
-            logprobs = logprobs_of(sampled, i, self._tokenizer) if generation.params.logprobs is not None else None
+            row = sampled.logprobs.get(i)
+            logprobs = None if row is None else (position_logprobs(row, token, self._tokenizer),)
             emit(branch.session, Delta(branch.id, generation.request, (token,), text, logprobs))
             if not work.decoding:
                 self._commands.answer_ready(branch)
