@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.numerics import tiny_hf
 
 from branchline.engine.config import EngineConfig
 from branchline.engine.model.runner import LoadedModel, load_model
-from tests.numerics import tiny_hf
 
 Pair = tuple[Any, LoadedModel]
 

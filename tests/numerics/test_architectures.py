@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tests.numerics import tiny_hf
+from tests.numerics.conftest import Pair
+from tests.numerics.rows import Rows
 
 from branchline.engine.attention.find import backend_names
 from branchline.engine.config import EngineConfig
 from branchline.engine.model.runner import load_model
-from tests.numerics import tiny_hf
-from tests.numerics.conftest import Pair
-from tests.numerics.rows import Rows
 
 CPU_BACKENDS = [name for name in backend_names() if name != "flashinfer"]
 NUM_TOKENS = 64
@@ -66,9 +66,7 @@ def test_logits_are_float32_and_only_of_the_wanted_tokens(pair: Callable[[str], 
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.15), ("float16", 0.02)])
-def test_low_precision_stays_near_float32(
-    pair: Callable[[str], Pair], dtype: str, tolerance: float
-) -> None:
+def test_low_precision_stays_near_float32(pair: Callable[[str], Pair], dtype: str, tolerance: float) -> None:
     reference, model = pair("qwen3")
     low = load_model(EngineConfig.from_dict({"model": str(model.files.path), "dtype": dtype}))
     assert low.decoder.dtype == low.dtype != torch.float32

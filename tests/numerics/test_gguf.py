@@ -10,15 +10,15 @@ import pytest
 import torch
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+from tests.numerics import tiny_hf
+from tests.numerics.rows import Rows
+from tests.numerics.tiny_gguf import write_gguf
 
 from branchline.engine.config import EngineConfig
 from branchline.engine.model import gguf_weights
 from branchline.engine.model.gguf_file import GGUFFile
 from branchline.engine.model.gguf_weights import GGUFSource, read_gguf_config
 from branchline.engine.model.runner import LoadedModel, load_model
-from tests.numerics import tiny_hf
-from tests.numerics.rows import Rows
-from tests.numerics.tiny_gguf import write_gguf
 
 DEQUANTISABLE = [
     "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0",
@@ -37,9 +37,7 @@ def test_logits_equal_transformers_with_the_same_weights(tmp_path: Path, variant
     path = write_gguf(tmp_path / "tiny.gguf", reference, GGMLQuantizationType[kind])
     rows = Rows(load(path), "reference")
     for prompt in tiny_hf.prompts():
-        torch.testing.assert_close(
-            rows.logits(prompt), tiny_hf.reference_logits(reference, prompt), atol=5e-5, rtol=1e-5
-        )
+        torch.testing.assert_close(rows.logits(prompt), tiny_hf.reference_logits(reference, prompt), atol=5e-5, rtol=1e-5)
 
 
 def test_mistral_is_a_llama_file(tmp_path: Path) -> None:

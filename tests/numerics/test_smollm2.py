@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from tests.numerics.rows import Rows
+from tests.numerics.tiny_hf import reference_logits
 
 from branchline.engine.attention.find import backend_names
 from branchline.engine.config import EngineConfig
 from branchline.engine.model.resolve import resolve_model
 from branchline.engine.model.runner import LoadedModel, load_model
 from branchline.engine.model.tokenizer import load_tokenizer
-from tests.numerics.rows import Rows
-from tests.numerics.tiny_hf import reference_logits
 
 CPU_BACKENDS = [name for name in backend_names() if name != "flashinfer"]
 NUM_TOKENS = 64
@@ -46,7 +46,9 @@ def reference(smollm2: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     path = resolve_model(smollm2).path
-    return AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        path.parent, gguf_file=path.name, dtype=torch.float32, local_files_only=True
+    ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +77,7 @@ def test_backends_agree_on_the_tokens(
 
 
 def test_a_known_continuation(continuations: list[list[int]]) -> None:
-    """" Paris.\\n\\nThe answer is: 2018-01-22 12:12:53.", recorded from transformers' generate."""
+    """ " Paris.\\n\\nThe answer is: 2018-01-22 12:12:53.", recorded from transformers' generate."""
     assert continuations[0][:30] == [
         7042, 30, 198, 198, 504, 2988, 314, 42, 216, 34, 32, 33, 40, 29, 32, 33, 29, 34, 34, 216, 33, 34, 42, 33, 34, 42, 37,
         35, 30, 2,

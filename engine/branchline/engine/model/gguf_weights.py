@@ -41,6 +41,18 @@ def _hf_name(name: str) -> str:
     return f"{_WHOLE[stem]}.{suffix}" if stem in _WHOLE else name
 
 
+def _gguf_name(name: str) -> str:
+    """The inverse of `_hf_name`."""
+    stem, _, suffix = name.rpartition(".")
+    for gguf, hf in _WHOLE.items():
+        if stem == hf:
+            return f"{gguf}.{suffix}"
+    for gguf, hf in _LAYER.items():
+        if stem.endswith(f".{hf}"):
+            return f"blk.{stem.split('.')[2]}.{gguf}.{suffix}"
+    return name
+
+
 class GGUFSource(TensorSource):
     """Tensors of a GGUF file."""
 
@@ -54,9 +66,8 @@ class GGUFSource(TensorSource):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tensor.shape for name, tensor in self._tensors.items()}
 
-    def describe(self, name: str) -> str:
-        tensor = self._tensors.get(name)
-        return f"{self.file}: tensor {tensor.name if tensor else name}"
+    def name_in_file(self, name: str) -> str:
+        return _gguf_name(name)
 
     def read(self, name: str, out: torch.Tensor) -> None:
         tensor = self._tensors[name]

@@ -40,9 +40,13 @@ class TensorSource(abc.ABC):
         Raises CorruptModelError, UnsupportedModelError (the tensor's type can't be converted).
         """
 
+    def name_in_file(self, name: str) -> str:
+        """What the file's format calls the tensor, there or not."""
+        return name
+
     def describe(self, name: str) -> str:
         """File and tensor, as an error's text should name them."""
-        return f"{self.file}: tensor {name}"
+        return f"{self.file}: tensor {self.name_in_file(name)}"
 
 
 class WeightReader:
@@ -87,9 +91,11 @@ class WeightReader:
     def finish(self, *, optional: frozenset[str] = frozenset()) -> None:
         """Raise CorruptModelError if tensors are left that nobody read, but for the `optional` ones: the model would not be
         what its author made."""
-        left = sorted(self._unread - optional)
+        left = sorted(self._unread - optional, key=self._source.name_in_file)
         if left:
-            shown = ", ".join(left[:MAX_NAMES_SHOWN]) + (", …" if len(left) > MAX_NAMES_SHOWN else "")
+            shown = ", ".join(map(self._source.name_in_file, left[:MAX_NAMES_SHOWN])) + (
+                ", …" if len(left) > MAX_NAMES_SHOWN else ""
+            )
             numbers = sum(math.prod(self._shapes[name]) for name in left)
             raise CorruptModelError(
                 f"{self._source.file}: {len(left)} tensors ({numbers} numbers) that this architecture doesn't have: {shown}"
