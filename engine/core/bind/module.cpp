@@ -53,7 +53,7 @@ std::tuple<IntVector, IntVector, IntVector, IntVector> level_views(nb::handle se
     const LevelArrays& level = nb::cast<BranchTree&>(self).level(index);
     const int32_t groups = level.num_groups;
     return {view(self, level.qo_indptr, groups + 1), view(self, level.kv_indptr, groups + 1),
-            view(self, level.kv_indices, level.kv_indptr[groups]), view(self, level.last_page_len, groups)};
+            view(self, level.kv_indices, level.num_indices), view(self, level.last_page_len, groups)};
 }
 
 /// Makes the exception classes and translates the core's errors to them.

@@ -212,6 +212,7 @@ void Batch::cross(int32_t count) {
         row_write_[at(r)] = page * page_tokens - 1;
         row_fill_[at(r)] = 0;
     }
+    own.num_indices += count;
     int32_t end = kv[rows];
     for (int32_t k = count - 1; k >= 0; --k) {
         const int32_t r = crossing_[at(k)];

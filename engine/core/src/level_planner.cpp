@@ -25,7 +25,7 @@ LevelPlanner::LevelPlanner(const Tree& tree, int32_t max_batch, int32_t level_co
       // A row reads each page at most once, so this is the worst case; what isn't written takes no memory.
       kv_indices_(at(max_batch) * at(tree.pool().num_pages())) {
     for (std::size_t i = 0; i < levels_.size(); ++i) {
-        levels_[i] = LevelArrays{0, qo_indptr_.data() + i * stride_, kv_indptr_.data() + i * stride_,
+        levels_[i] = LevelArrays{0, 0, qo_indptr_.data() + i * stride_, kv_indptr_.data() + i * stride_,
                                  last_page_len_.data() + i * stride_, kv_indices_.data()};
     }
 }
@@ -170,7 +170,8 @@ void LevelPlanner::build(const int32_t* branches, int32_t count, const int32_t* 
             const int32_t s = group_segment_[at(l) * stride_ + at(g)];
             if (s != kNone) fill_up(s, level.kv_indptr[g + 1] - level.kv_indptr[g], ids + level.kv_indptr[g + 1]);
         }
-        ids += level.kv_indptr[level.num_groups];
+        level.num_indices = level.kv_indptr[level.num_groups];
+        ids += level.num_indices;
     }
     LevelArrays& level = own();
     level.num_groups = count;
@@ -193,6 +194,7 @@ void LevelPlanner::build(const int32_t* branches, int32_t count, const int32_t* 
         level.kv_indptr[r + 1] = end;
         level.last_page_len[r] = (branch.lead + branch.length - branch.start - 1) % page_tokens + 1;
     }
+    level.num_indices = end;
 }
 
 }  // namespace branchline

@@ -8,9 +8,11 @@
 
 namespace branchline {
 
-/// One level as FlashInfer takes it; see `Level` in engine/branchline/engine/step.py.
+/// One level as FlashInfer takes it; see `Level` in engine/branchline/engine/step.py. Python can write to the arrays, so
+/// that nothing is read from them after the plan that filled them.
 struct LevelArrays {
     int32_t num_groups;
+    int32_t num_indices;     // kv_indptr[groups]
     int32_t* qo_indptr;      // [groups + 1]
     int32_t* kv_indptr;      // [groups + 1]
     int32_t* last_page_len;  // [groups]

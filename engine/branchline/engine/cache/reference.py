@@ -1,0 +1,419 @@
+"""The branch tree in plain Python: the same interface as the compiled core's, written to be obviously right, not fast.
+
+Tests drive both side by side. It makes the same decisions about pages (where a fork starts a fresh page, where it copies) but
+its own, simpler ones about levels: no two rows share a group, so that its tables say only what each row reads.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from branchline.engine._core import BatchError, CoreError, OutOfBranchesError, OutOfPagesError, ReleasedHandleError
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(eq=False)
+class Run:
+    """Tokens that follow `parent`, with the pages that hold them. `lead` tokens before them are on the first page as a copy."""
+
+    parent: Run | None = None
+    lead: int = 0
+    tokens: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    holders: int = 0
+    boundary: str = ""  # of a frozen one: "aligned", "hard" or "copied"
+
+    def chain(self) -> list[Run]:
+        """The runs from the root to this one."""
+        runs: list[Run] = []
+        run: Run | None = self
+        while run is not None:
+            runs.append(run)
+            run = run.parent
+        return runs[::-1]
+
+    @property
+    def stored(self) -> int:
+        return self.lead + len(self.tokens)
+
+
+def _column(rows: list[tuple[int, int, int]], index: int) -> Int32Array:
+    return np.array([row[index] for row in rows], np.int32)
+
+
+@dataclass
+class _Row:
+    handle: int
+    slot: int
+    tokens: list[int] | None  # None: a decode row
+    undo: int = 0  # own tokens before the plan
+
+
+class BranchTree:
+    """See `branchline.engine._core.BranchTree`."""
+
+    _levels: list[list[tuple[list[int], int]]]  # level -> row -> (pages, last_page_len)
+
+    def __init__(
+        self,
+        num_pages: int,
+        *,
+        page_tokens: int = 16,
+        max_branches: int = 65536,
+        max_batch: int = 512,
+        max_step_tokens: int = 1024,
+        max_levels: int = 8,
+        level_cost_pages: int = 32,
+    ) -> None:
+        sizes = (num_pages, page_tokens, max_branches, max_batch, max_step_tokens, max_levels, level_cost_pages + 1)
+        if min(sizes) < 1:
+            raise ValueError("every size must be at least 1")
+        self.num_pages = num_pages
+        self.page_tokens = page_tokens
+        self.next_tokens = np.zeros(max_batch, np.int32)
+        self._max_branches = max_branches
+        self._max_batch = max_batch
+        self._max_step_tokens = max_step_tokens
+        self._max_levels = max_levels
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._branches: dict[int, Run] = {}
+        self._handles = itertools.count(1)
+        self._decode: dict[int, _Row] = {}
+        self._queue: dict[int, _Row] = {}
+        self._planned: list[_Row] | None = None
+        self._clear_step()
+
+    # --- branches ---
+
+    def root(self) -> int:
+        self._require_idle()
+        self._require_branches(1)
+        return self._open(None)
+
+    def fork(self, branch: int) -> int:
+        return int(self.fork_many(branch, 1)[0])
+
+    def fork_many(self, branch: int, count: int) -> npt.NDArray[np.uint64]:
+        tail = self._get(branch)
+        if count < 0:
+            raise ValueError(f"count = {count}: expected at least 0")
+        self._require_branches(count)
+        if count > 0 and tail.tokens:
+            hard_above = sum(run.boundary == "hard" for run in tail.chain())
+            if tail.stored % self.page_tokens == 0:
+                tail.boundary = "aligned"
+            else:
+                tail.boundary = "hard" if hard_above + 1 < self._max_levels else "copied"
+            tail.holders = 1
+            self._branches[branch] = Run(parent=tail)
+        parent = self._branches[branch].parent
+        return np.array([self._open(parent) for _ in range(count)], np.uint64)
+
+    def release(self, branch: int) -> None:
+        run: Run | None = self._get(branch)
+        self._decode.pop(branch, None)
+        self._queue.pop(branch, None)
+        del self._branches[branch]
+        while run is not None and run.holders == 0:
+            self._free += run.pages
+            run = run.parent
+            if run is not None:
+                run.holders -= 1
+
+    def release_many(self, branches: npt.NDArray[np.uint64]) -> None:
+        handles = [int(h) for h in branches]
+        for handle in handles:
+            self._get(handle)
+        if len(set(handles)) < len(handles):
+            raise ReleasedHandleError("a handle is given twice; none was released")
+        for handle in handles:
+            self.release(handle)
+
+    def truncate(self, branch: int, num_tokens: int) -> None:
+        tail = self._get(branch)
+        own = num_tokens - self._shared(tail)
+        if not 0 <= own <= len(tail.tokens):
+            raise ValueError(f"num_tokens = {num_tokens}: not between the shared part and the length")
+        self._shorten(tail, own)
+
+    def length(self, branch: int) -> int:
+        tail = self._get(branch)
+        return self._shared(tail) + len(tail.tokens)
+
+    def shared_length(self, branch: int) -> int:
+        return self._shared(self._get(branch))
+
+    def tokens(self, branch: int) -> Int32Array:
+        return np.array([t for run in self._get(branch).chain() for t in run.tokens], np.int32)
+
+    def pages(self, branch: int) -> Int32Array:
+        return np.array([p for _, pages in self._parts(self._get(branch)) for p in pages], np.int32)
+
+    def describe(self, branch: int) -> tuple[int, int, int, int, int]:
+        tail = self._get(branch)
+        shared = self._shared(tail)
+        pages = sum(len(p) for run, p in self._parts(tail) if run is not tail)
+        return shared + len(tail.tokens), shared, pages, len(tail.pages), len(tail.chain()) - 1
+
+    def pages_needed(self, branch: int, num_tokens: int) -> int:
+        tail = self._get(branch)
+        if num_tokens < 0:
+            raise ValueError(f"num_tokens = {num_tokens}: expected at least 0")
+        return self._needed(tail, num_tokens)
+
+    # --- the batch ---
+
+    def join(self, branch: int, slot: int, next_token: int) -> None:
+        self._get(branch)
+        self._require_outside(branch, slot)
+        self.next_tokens[slot] = next_token
+        self._decode[branch] = _Row(branch, slot, None)
+
+    def leave(self, branch: int) -> None:
+        self._get(branch)
+        if self._decode.pop(branch, None) is None and self._queue.pop(branch, None) is None:
+            raise BatchError("the branch isn't in the batch")
+
+    def prefill(self, branch: int, slot: int, tokens: Int32Array) -> None:
+        self._get(branch)
+        self._require_outside(branch, slot)
+        queued = sum(len(row.tokens or ()) for row in self._queue.values())
+        if not 1 <= len(tokens) <= self._max_step_tokens - queued:
+            raise BatchError(f"{len(tokens)} tokens beside {queued} queued ones")
+        self._queue[branch] = _Row(branch, slot, [int(t) for t in tokens])
+
+    def plan(self) -> int:
+        self._require_idle()
+        rows = [*self._decode.values(), *self._queue.values()]
+        counts = [1 if row.tokens is None else len(row.tokens) for row in rows]
+        if sum(counts) > self._max_step_tokens:
+            raise BatchError(f"{sum(counts)} tokens, max_step_tokens is {self._max_step_tokens}")
+        need = sum(self._needed(self._branches[row.handle], n) for row, n in zip(rows, counts, strict=True))
+        if need > len(self._free):
+            raise OutOfPagesError(f"need {need} pages, {len(self._free)} are free")
+        self._clear_step()
+        for row in rows:
+            self._append(row)
+        self._levels = self._build_levels([self._parts(self._branches[row.handle]) for row in rows])
+        self._planned = rows
+        return len(self._step_tokens)
+
+    def commit(self) -> None:
+        if self._planned is None:
+            raise BatchError("no plan is open")
+        self._planned = None
+        self._queue.clear()
+
+    def rollback(self) -> None:
+        if self._planned is None:
+            raise BatchError("no plan is open")
+        for row in self._planned:
+            self._shorten(self._branches[row.handle], row.undo)
+        self._planned = None
+        self._queue.clear()
+
+    # --- arrays ---
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self._step_tokens)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._row_slots)
+
+    @property
+    def num_levels(self) -> int:
+        return len(self._levels)
+
+    @property
+    def num_copies(self) -> int:
+        return len(self._copies)
+
+    @property
+    def token_ids(self) -> Int32Array:
+        return _column(self._step_tokens, 0)
+
+    @property
+    def positions(self) -> Int32Array:
+        return _column(self._step_tokens, 1)
+
+    @property
+    def write_slots(self) -> Int32Array:
+        return _column(self._step_tokens, 2)
+
+    @property
+    def row_indptr(self) -> Int32Array:
+        return np.array(self._row_indptr, np.int32)
+
+    @property
+    def row_slots(self) -> Int32Array:
+        return np.array(self._row_slots, np.int32)
+
+    @property
+    def copy_src(self) -> Int32Array:
+        return _column(self._copies, 0)
+
+    @property
+    def copy_dst(self) -> Int32Array:
+        return _column(self._copies, 1)
+
+    @property
+    def copy_tokens(self) -> Int32Array:
+        return _column(self._copies, 2)
+
+    def level(self, index: int) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
+        if not 0 <= index < len(self._levels):
+            raise BatchError(f"level {index}: there are {len(self._levels)}")
+        tables = self._levels[index]
+        indptr = np.cumsum([0, *(len(pages) for pages, _ in tables)], dtype=np.int32)
+        indices = np.array([p for pages, _ in tables for p in pages], np.int32)
+        return self.row_indptr, indptr, indices, np.array([last for _, last in tables], np.int32)
+
+    # --- state ---
+
+    @property
+    def num_free_pages(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_branches(self) -> int:
+        return len(self._branches)
+
+    @property
+    def num_segments(self) -> int:
+        return len(self._segments())
+
+    def check(self) -> None:
+        """Raises CoreError if a page has no owner or two, or a run's count isn't that of its holders."""
+        runs = [*self._segments(), *self._branches.values()]
+        owned = sorted([p for run in runs for p in run.pages] + self._free)
+        if owned != list(range(self.num_pages)):
+            raise CoreError("a page has no owner or more than one")
+        for run in runs:
+            if run.holders != sum(other.parent is run for other in runs):
+                raise CoreError("a count isn't that of its holders")
+            if len(run.pages) != (-(-run.stored // self.page_tokens) if run.tokens else 0):
+                raise CoreError("a run's pages don't fit its tokens")
+
+    # --- parts ---
+
+    def _require_idle(self) -> None:
+        if self._planned is not None:
+            raise BatchError("a plan is open")
+
+    def _require_branches(self, count: int) -> None:
+        if len(self._branches) + count > self._max_branches:
+            raise OutOfBranchesError(f"need {count} more branches")
+
+    def _require_outside(self, branch: int, slot: int) -> None:
+        if branch in self._decode or branch in self._queue:
+            raise BatchError("the branch is in the batch already")
+        taken = {row.slot for row in (*self._decode.values(), *self._queue.values())}
+        if not 0 <= slot < self._max_batch or slot in taken:
+            raise BatchError(f"slot {slot} is out of range or taken")
+
+    def _open(self, parent: Run | None) -> int:
+        handle = next(self._handles)
+        self._branches[handle] = Run(parent=parent)
+        if parent is not None:
+            parent.holders += 1
+        return handle
+
+    def _get(self, branch: int) -> Run:
+        self._require_idle()
+        try:
+            return self._branches[int(branch)]
+        except KeyError:
+            raise ReleasedHandleError(f"{branch} names no live branch") from None
+
+    def _segments(self) -> set[Run]:
+        return {run for tail in self._branches.values() for run in tail.chain()[:-1]}
+
+    @staticmethod
+    def _shared(tail: Run) -> int:
+        return sum(len(run.tokens) for run in tail.chain()[:-1])
+
+    def _parts(self, tail: Run) -> list[tuple[Run, list[int]]]:
+        """Each run of the branch with those of its pages that the branch reads: a copied half page is read as the copy."""
+        runs = tail.chain()
+        if not tail.tokens:
+            runs = runs[:-1]
+        parts = []
+        for run in runs:
+            followed = run is not runs[-1]
+            full = run.stored // self.page_tokens
+            parts.append((run, run.pages[:full] if followed and run.boundary == "copied" else run.pages))
+        return parts
+
+    def _needed(self, tail: Run, count: int) -> int:
+        if count == 0:
+            return 0
+        stored, pages, parent = tail.stored, len(tail.pages), tail.parent
+        if not tail.tokens and parent is not None:
+            if parent.holders == 1:
+                stored, pages = parent.stored, len(parent.pages)
+            elif parent.boundary == "copied":
+                stored = parent.stored % self.page_tokens
+        return -(-(stored + count) // self.page_tokens) - pages
+
+    def _append(self, row: _Row) -> None:
+        tail = self._branches[row.handle]
+        parent = tail.parent
+        if not tail.tokens and parent is not None:
+            if parent.holders == 1:
+                tail = self._branches[row.handle] = parent
+                tail.holders = 0
+                tail.boundary = ""
+            elif parent.boundary == "copied":
+                tail.lead = parent.stored % self.page_tokens
+                tail.pages.append(self._free.pop())
+                self._copies.append((parent.pages[-1], tail.pages[-1], tail.lead))
+        row.undo = len(tail.tokens)
+        position = self._shared(tail) + len(tail.tokens)
+        for token in [int(self.next_tokens[row.slot])] if row.tokens is None else row.tokens:
+            if tail.stored == len(tail.pages) * self.page_tokens:
+                tail.pages.append(self._free.pop())
+            self._step_tokens.append((token, position, tail.pages[-1] * self.page_tokens + tail.stored % self.page_tokens))
+            tail.tokens.append(token)
+            position += 1
+        self._row_indptr.append(len(self._step_tokens))
+        self._row_slots.append(row.slot)
+
+    def _build_levels(self, rows: list[list[tuple[Run, list[int]]]]) -> list[list[tuple[list[int], int]]]:
+        """Cut each row's pages after its hard boundaries. A level is a list with one (pages, last_page_len) a row."""
+        cut: list[list[tuple[list[int], int]]] = []
+        for parts in rows:
+            tables: list[tuple[list[int], int]] = []
+            pages: list[int] = []
+            for run, part in parts:
+                pages = pages + part
+                last = (run.stored - 1) % self.page_tokens + 1
+                if run.boundary == "hard" or run is parts[-1][0]:
+                    tables.append((pages, last))
+                    pages = []
+            cut.append(tables)
+        depth = max([1, *(len(tables) for tables in cut)])
+        for tables in cut:
+            tables[-1:-1] = [([], 0)] * (depth - len(tables))
+        return [[tables[level] for tables in cut] for level in range(depth)]
+
+    def _shorten(self, tail: Run, own: int) -> None:
+        del tail.tokens[own:]
+        if own == 0:
+            tail.lead = 0
+        keep = -(-tail.stored // self.page_tokens)
+        self._free += tail.pages[keep:]
+        del tail.pages[keep:]
+
+    def _clear_step(self) -> None:
+        self._step_tokens: list[tuple[int, int, int]] = []
+        self._row_indptr = [0]
+        self._row_slots: list[int] = []
+        self._copies: list[tuple[int, int, int]] = []
+        self._levels = [[]]
