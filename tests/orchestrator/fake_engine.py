@@ -121,13 +121,15 @@ class FakeEngine:
 
     def submit(self, session: str, commands: Sequence[Command]) -> None:
         with self._lock:
-            found = self._find(session)
+            asking = self._find(session)
             asked = sum(isinstance(command, Generate) for command in commands)
-            busy = sum(branch.job is not None for s in self.sessions.values() for branch in s.branches.values())
+            branches = [branch for session in self.sessions.values() for branch in session.branches.values()]
+            busy = sum(branch.job is not None for branch in branches)
+            busy += sum(isinstance(queued, Generate) for branch in branches for queued in branch.queue)
             if asked and busy + asked > self.config.max_waiting:
                 raise EngineOverloadedError(f"{busy} requests run and {asked} more came: at most {self.config.max_waiting} may")
             for command in commands:
-                self._apply(found, command)
+                self._apply(asking, command)
         self._wake.set()
 
     def touch(self, session: str) -> None:
@@ -284,7 +286,9 @@ class FakeEngine:
         logprobs = None
         if job.params.logprobs is not None:
             chosen = TokenLogprob(token, text, -0.5)
-            logprobs = (PositionLogprobs(chosen, tuple(TokenLogprob(i, ALPHABET[i], -1.0 - i) for i in range(job.params.logprobs))),)
+            logprobs = (
+                PositionLogprobs(chosen, tuple(TokenLogprob(i, ALPHABET[i], -1.0 - i) for i in range(job.params.logprobs))),
+            )
         stop = next((stop for stop in job.params.stop if (branch.job_text + text).endswith(stop)), None)
         branch.job_text += text
         session.outbox.append(Delta(branch.id, job.request, (token,), "" if stop else text, logprobs))

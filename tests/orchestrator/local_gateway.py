@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import uvicorn
+from tests.orchestrator.fake_engine import FakeEngine
 
 from branchline.engine.config import EngineConfig
 from branchline.orchestrator.gateway.backend import Backend
 from branchline.orchestrator.gateway.http import build_asgi
 from branchline.orchestrator.host import EngineHost
 from branchline.orchestrator.link import HostLink
-from tests.orchestrator.fake_engine import FakeEngine
 
 T = TypeVar("T")
 
