@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -606,3 +609,28 @@ def test_one_batch_a_step_for_all_branches(client: Recorder) -> None:
 def test_settings_out_of_range(tiny_model: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tiny_model, **settings)
+
+
+def test_a_dropped_engine_stops_its_thread(tiny_model: Path) -> None:
+    engine = load(tiny_model)
+    client = Recorder(engine)
+    client.run(client.context(PROMPT), max_tokens=3)
+    thread = engine._thread
+    client.engine = None  # type: ignore[assignment]
+    del engine
+    gc.collect()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_the_interpreter_exits_cleanly_with_a_busy_engine(tiny_model: Path) -> None:
+    program = f"""
+from branchline.engine.config import EngineConfig
+from branchline.engine.engine import Engine
+from branchline.engine.types import Context, Generate, SamplingParams, TokenIds
+engine = Engine.load(EngineConfig(model={str(tiny_model)!r}, pool_tokens=8192))
+session = engine.open_session(lambda events: None)
+engine.submit(session, (Context(0, TokenIds((1, 2))), Generate(0, 0, SamplingParams(max_tokens=4000, ignore_eos=True))))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

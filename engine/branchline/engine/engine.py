@@ -6,6 +6,7 @@ import logging
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 from branchline.engine._core import BranchTree
@@ -81,8 +82,10 @@ class Engine:
             context_length=context_length,
         )
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="branchline-engine", daemon=True)
+        self._thread = threading.Thread(target=_run, args=(self._loop, self._closed), name="branchline-engine", daemon=True)
         self._thread.start()
+        # An engine that is dropped, or that lives when the interpreter exits, stops its thread between two steps.
+        self._finalizer = weakref.finalize(self, _stop, self._loop, self._thread)
 
     @classmethod
     def load(cls, config: EngineConfig, progress: Progress | None = None) -> Engine:
@@ -171,7 +174,7 @@ class Engine:
         """Stop after the step under way; all sessions are closed. Idempotent."""
         if threading.current_thread() is self._thread:
             raise RuntimeError("Engine.close() was called from a sink, which runs in the engine thread: call it elsewhere")
-        self._loop.stop()
+        self._finalizer()
         self._thread.join()
 
     def __enter__(self) -> Engine:
@@ -179,14 +182,6 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _run(self) -> None:
-        try:
-            self._loop.run()
-        except Exception:
-            logger.exception("the engine thread failed; the engine is closed")
-        finally:
-            self._closed.set()
 
     def _find(self, session: str) -> Session:
         self._raise_if_closed()
@@ -201,6 +196,21 @@ class Engine:
     def _raise_if_closed(self) -> None:
         if self._closed.is_set():
             raise EngineClosedError("the engine was closed")
+
+
+def _run(loop: StepLoop, closed: threading.Event) -> None:
+    try:
+        loop.run()
+    except Exception:
+        logger.exception("the engine thread failed; the engine is closed")
+    finally:
+        closed.set()
+
+
+def _stop(loop: StepLoop, thread: threading.Thread) -> None:
+    loop.stop()
+    if threading.current_thread() is not thread:
+        thread.join()
 
 
 def _num_pages(config: EngineConfig, page_bytes: int) -> int:
