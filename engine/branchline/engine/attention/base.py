@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import abc
+import math
+import mmap
 from dataclasses import dataclass
 
 import torch
 
+from branchline.engine.errors import ConfigError
 from branchline.engine.step import Step
 
 
@@ -34,11 +37,11 @@ class PagePool:
     def __init__(self, spec: AttentionSpec, num_pages: int) -> None:
         self.spec = spec
         self.num_pages = num_pages
-        self.data = torch.zeros(
-            (num_pages, spec.num_layers, 2, spec.num_kv_heads, spec.page_tokens, spec.head_dim),
-            dtype=spec.dtype,
-            device=spec.device,
-        )
+        shape = (num_pages, spec.num_layers, 2, spec.num_kv_heads, spec.page_tokens, spec.head_dim)
+        if spec.device.type == "cpu":
+            self.data = _untouched_zeros(shape, spec.dtype)
+        else:
+            self.data = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
 
     @staticmethod
     def page_bytes(spec: AttentionSpec) -> int:
@@ -64,6 +67,21 @@ class PagePool:
             self.data[dst, :, :, :, :filled] = self.data[src, :, :, :, :filled]
             copied += filled * token_bytes
         return copied
+
+
+def _untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros whose memory the operating system hands out as it is written: a pool takes what its used pages take. Begins on
+    a memory page. Raises ConfigError."""
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as err:
+        raise ConfigError(
+            f"the page pool would take {num_bytes / 2**30:.1f} GiB and the system gives no such block ({err}): "
+            "lower pool_bytes or pool_tokens",
+            param="pool_tokens",
+        ) from err
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class AttentionBackend(abc.ABC):
