@@ -25,7 +25,8 @@ class GatewayReplica:
         self._config = config
 
     def __serve_build_asgi_app__(self) -> Starlette:  # noqa: N807, RUF100 - Serve's name for this hook
-        return build_asgi(Backend(ServeLink(self._engine), self._config.num_replicas), self._config.max_body_bytes)
+        backend = Backend(ServeLink(self._engine), self._config.num_replicas)
+        return build_asgi(backend, self._config.max_body_bytes, request_ids=False)
 
 
 def gateway_deployment(engine: Any, config: ServeConfig) -> Any:

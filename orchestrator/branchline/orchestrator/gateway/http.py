@@ -26,8 +26,12 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
 
 
-def build_asgi(backend: Backend, max_body_bytes: int) -> Starlette:
-    """The gateway over a backend, which is started and closed with the application's lifespan."""
+def build_asgi(backend: Backend, max_body_bytes: int, *, request_ids: bool = True) -> Starlette:
+    """The gateway over a backend, which is started and closed with the application's lifespan.
+
+    Args:
+        request_ids: put an x-request-id on each response; False where the server in front does (Ray Serve's proxy).
+    """
 
     async def healthz(request: Request) -> Response:
         """GET /healthz: 200 when a replica answers to this gateway."""
@@ -55,7 +59,7 @@ def build_asgi(backend: Backend, max_body_bytes: int) -> Starlette:
             *OpenAI(backend, max_body_bytes).routes(),
             *Branches(backend, max_body_bytes).routes(),
         ],
-        middleware=[Middleware(RequestIds)],
+        middleware=[Middleware(RequestIds)] if request_ids else [],
         exception_handlers={
             BranchlineError: _refuse,
             HTTPException: _http_error,
