@@ -5,14 +5,25 @@ from collections.abc import Iterator
 import pytest
 from tests.agents.gateway import serving
 from tests.agents.harness import Way, reply
+from tests.agents.scripted_app import RemoteEngine, scripted_app
 
 from branchline.agents.client import connect
 from branchline.agents.testing import ScriptedEngine
 
 
-@pytest.fixture(params=["local", "http"])
+@pytest.fixture(scope="module")
+def application() -> Iterator[RemoteEngine]:
+    """The real Serve application over a scripted engine."""
+    with scripted_app() as engine:
+        yield engine
+
+
+@pytest.fixture(params=["local", "http", pytest.param("serve", marks=pytest.mark.serve)])
 def way(request: pytest.FixtureRequest) -> Iterator[Way]:
     """A scripted engine, reached over each transport."""
+    if request.param == "serve":
+        yield Way("serve", request.getfixturevalue("application"), lambda: connect("serve:branchline"), None)
+        return
     with ScriptedEngine(reply, step_s=0.001) as engine:
         if request.param == "local":
             yield Way("local", engine, lambda: connect(engine), engine.close)

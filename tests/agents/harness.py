@@ -6,11 +6,12 @@ import asyncio
 import gc
 import itertools
 from collections.abc import Callable, Coroutine, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from branchline.agents.client import Connection
-from branchline.agents.testing import ScriptedEngine
 from branchline.engine.errors import ContextLengthError
+from branchline.engine.types import EngineStats
 
 TIMEOUT_S = 20.0
 
@@ -26,16 +27,20 @@ def reply(prompt: str) -> str | Iterable[str]:
     return f" heard {len(words)} words, the last is {last}."
 
 
-class Way:
-    """A way to one scripted engine, and how to break it off."""
+class HasStats(Protocol):
+    """An engine, near or far."""
 
-    def __init__(
-        self, name: str, engine: ScriptedEngine, connect: Callable[[], Connection], break_off: Callable[[], None]
-    ) -> None:
-        self.name = name
-        self.engine = engine
-        self.connect = connect
-        self.break_off = break_off
+    def stats(self) -> EngineStats: ...
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to one scripted engine, and how to break it off (None: it is shared, and stays)."""
+
+    name: str
+    engine: HasStats
+    connect: Callable[[], Connection]
+    break_off: Callable[[], None] | None
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:

@@ -337,6 +337,7 @@ def test_foreign_handles_are_refused(way: Way) -> None:
 def test_many_branches_are_released_by_one_command(way: Way) -> None:
     async def main() -> None:
         async with way.connect() as session:
+            held = way.engine.stats().branches
             children = session.context("a").fork(10)
             await children[-1].ready()
             with pytest.raises(ReleasedBranchError, match="twice"):
@@ -346,7 +347,7 @@ def test_many_branches_are_released_by_one_command(way: Way) -> None:
             await session.flush()
             assert session.num_sends == sends + 1
             assert all(child.released for child in children)
-            await until(lambda: way.engine.stats().branches <= 1, "the branches were given back")
+            await until(lambda: way.engine.stats().branches == held, "the branches were given back")
 
     run(main())
 
@@ -437,10 +438,11 @@ def test_a_dropped_generation_leaves_the_next_one_on_its_branch_alone(way: Way) 
 def test_a_branch_that_is_dropped_is_released(way: Way) -> None:
     async def main() -> None:
         async with way.connect() as session:
+            held = way.engine.stats().branches
             branches = session.context("a").fork(20)
             await asyncio.gather(*(branch.ready() for branch in branches))
             del branches
-            await until(lambda: way.engine.stats().branches == 0, "the branches were released")
+            await until(lambda: way.engine.stats().branches == held, "the branches were released")
 
     run(main())
 
@@ -491,7 +493,11 @@ def test_two_sessions_do_not_see_each_other(way: Way) -> None:
 
 
 def test_an_engine_that_goes_away_fails_all_that_waits(way: Way) -> None:
+    if way.break_off is None:
+        pytest.skip("other tests use the same application")
+
     async def main() -> None:
+        assert way.break_off is not None
         session = await way.connect()
         stream = await endless(session)
         waiting = asyncio.ensure_future(stream.result())
