@@ -9,7 +9,7 @@ import numpy as np
 
 from branchline.engine.branch import ChatState, Tokens
 from branchline.engine.errors import ChatTemplateError, InvalidParameterError
-from branchline.engine.model.chat_template import ChatTemplate
+from branchline.engine.model.chat_template import GENERATED_REPLY, ChatTemplate
 from branchline.engine.types import Chat, Content, Text, TokenIds
 
 # Shorter content is tokenised in the engine thread: under 1 ms, less than handing it to another thread may take.
@@ -69,7 +69,9 @@ class ContentEncoder:
         ids = self.tokenizer.encode(text, add_bos=False)
         if ids and chat and chat.open and ids[0] == last_token and last_token in self.tokenizer.eos_ids:
             del ids[0]  # the reply's own end token stands there already
-        return np.array(ids, np.int32), ChatState((*held, *content.messages), content.add_generation_prompt)
+        # The reply that this closes stands on the branch; templates that want roles to alternate must know of it.
+        replies = (GENERATED_REPLY,) if chat and chat.open else ()
+        return np.array(ids, np.int32), ChatState((*held, *replies, *content.messages), content.add_generation_prompt)
 
 
 def is_short(content: Content) -> bool:

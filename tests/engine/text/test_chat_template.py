@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from branchline.engine.content import ContentEncoder
 from branchline.engine.errors import ChatTemplateError
 from branchline.engine.model.chat_template import ChatTemplate
 from branchline.engine.model.tokenizer import Tokenizer
-from branchline.engine.types import Message
+from branchline.engine.types import Chat, Message
 
 from .templates import CHATML, LLAMA3, MISTRAL, QWEN3
 
@@ -210,3 +211,17 @@ def test_markup_for_training_loop_controls_and_dates() -> None:
 
 def test_model_without_a_template(byte_level: Tokenizer) -> None:
     assert ChatTemplate.of(byte_level) is None
+
+
+def test_a_conversation_of_many_generated_turns(template: ChatTemplate, byte_level: Tokenizer) -> None:
+    """Only what is new is encoded in each turn, and a template that wants roles to alternate is content."""
+    encoder, chat = ContentEncoder(byte_level, template), None
+    texts = []
+    for question in ("one", "two", "three"):
+        content = Chat(messages=(Message(role="user", content=question),), add_generation_prompt=True)
+        ids, chat = encoder.encode(content, chat, last_token=5)
+        texts.append(byte_level.decode(ids.tolist(), skip_special=False))
+    assert texts[0] == template.render(say("one"), True)
+    whole = template.render(say("one", "R", "two", "R", "three"), True)
+    pieces = whole[len(texts[0]) :].split("R")[1:]
+    assert [text.replace(" ", "") for text in texts[1:]] == [piece.replace(" ", "") for piece in pieces]

@@ -18,6 +18,9 @@ from branchline.engine.types import Message
 
 Tools = Sequence[Mapping[str, Any]]
 
+# Stands in a branch's messages for a reply that was generated there, whose text the template needn't know.
+GENERATED_REPLY = Message(role="assistant", content="reply")
+
 
 class HasTemplate(Protocol):
     """What is needed of a tokenizer."""
@@ -81,7 +84,7 @@ class ChatTemplate:
 
         Args:
             held: the messages on the branch. A reply that was generated after them isn't in it; earlier replies are, with
-                their text or another one in its place.
+                their text or as GENERATED_REPLY.
             new: messages to add; may be empty.
             add_generation_prompt: end with the beginning of an assistant's turn.
             tools: as in `render`; the same as when `held` was rendered.

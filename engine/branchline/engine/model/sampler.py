@@ -19,6 +19,8 @@ from branchline.engine.types import SamplingParams
 Int32Array = npt.NDArray[np.int32]
 # Probabilities are summed block by block, so that drawing needs a running sum over blocks and over one block only.
 _BLOCK = 256
+# Probabilities are worked on in parts that stay in the processor's cache.
+_ELEMENTS_AT_ONCE = 1 << 20
 # Below it, drawing is greedy but for ties; dividing by less could overflow.
 _MIN_TEMPERATURE = 1e-6
 
@@ -143,12 +145,17 @@ class Sampler:
         slots: npt.NDArray[np.integer],
         positions: npt.NDArray[np.integer],
     ) -> Int32Array:
-        index = torch.from_numpy(rows).to(logits.device)
-        temperature = torch.from_numpy(self._temperature[slots].clip(min=_MIN_TEMPERATURE)).to(logits.device)
-        some = logits if len(rows) == len(logits) else logits[index]
-        probabilities = torch.softmax(some / temperature[:, None], dim=-1)
-        self._filter(probabilities, slots)
-        return _draw_by_inverse(probabilities, uniform(self._keys[slots], positions))
+        uniforms = uniform(self._keys[slots], positions)
+        tokens = np.empty(len(rows), np.int32)
+        at_once = max(1, _ELEMENTS_AT_ONCE // self.vocab_size)
+        for start in range(0, len(rows), at_once):
+            part = slice(start, start + at_once)
+            temperature = torch.from_numpy(self._temperature[slots[part]].clip(min=_MIN_TEMPERATURE)).to(logits.device)
+            scaled = logits[torch.from_numpy(rows[part]).to(logits.device)].div_(temperature[:, None])
+            probabilities = torch.softmax(scaled, dim=-1)
+            self._filter(probabilities, slots[part])
+            tokens[part] = _draw_by_inverse(probabilities, uniforms[part])
+        return tokens
 
     def _filter(self, probabilities: torch.Tensor, slots: npt.NDArray[np.integer]) -> None:
         """Set what top-k, top-p and min-p drop to 0, in place.
@@ -264,14 +271,18 @@ def _adjust(logits: torch.Tensor, rows: npt.NDArray[np.integer], adjustments: li
 def _nucleus_threshold(row: npt.NDArray[np.float32], top_p: float, least: float | None) -> float:
     """Probability of the last token of the smallest set that reaches `top_p`.
 
-    All tokens below (1 - top_p) / n together have less than 1 - top_p, so the set lies above: only those are sorted.
+    Only tokens above a floor are sorted: the highest of a few floors that leaves enough of them. All tokens below
+    (1 - top_p) / n together have less than 1 - top_p, so the set lies above that (half of it, as probabilities are rounded).
 
     Args:
         row: [n] probabilities that add up to 1.
         least: count only tokens at or above it, and `top_p` as a share of theirs.
     """
-    # half of that, as probabilities are rounded
-    candidates = row[row >= (0.5 * (1.0 - top_p) / len(row) if least is None else least)]
+    floors = (1e-3, 1e-5, 0.5 * (1.0 - top_p) / len(row)) if least is None else (least,)
+    for floor in floors:
+        candidates = row[row >= floor]
+        if candidates.sum(dtype=np.float64) >= top_p:
+            break
     ordered = np.sort(candidates)[::-1]
     mass = ordered.cumsum(dtype=np.float64)
     wanted = top_p if least is None else top_p * mass[-1]
