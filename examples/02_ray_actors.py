@@ -5,6 +5,7 @@ Starts a local Ray with the application:     python examples/02_ray_actors.py [m
 
 import asyncio
 import pickle
+import socket
 import sys
 
 import ray
@@ -22,6 +23,7 @@ class Reader:
 
     session: Session
 
+    @ray.method
     async def read(self, text: str) -> BranchHandle:
         self.session = await connect("serve:branchline", client="reader")
         system = Message(role="system", content=f"Answer from these facts. {text}")
@@ -32,6 +34,7 @@ class Reader:
 class Answerer:
     """An actor that gets a handle, never tensors."""
 
+    @ray.method
     async def answer(self, handle: BranchHandle, questions: list[str]) -> list[str]:
         async with connect(handle, client="answerer") as session:
             root = session.attach(handle)
@@ -40,13 +43,17 @@ class Answerer:
             return [result.text for result in results]
 
 
-running = app.start(ServeConfig(engine=EngineConfig(model=sys.argv[1] if len(sys.argv) > 1 else DEFAULT_MODEL)), print)
+with socket.create_server(("127.0.0.1", 0)) as listener:
+    port = listener.getsockname()[1]
+model = sys.argv[1] if len(sys.argv) > 1 else DEFAULT_MODEL
+running = app.start(ServeConfig(port=port, dashboard=False, engine=EngineConfig(model=model)), print)
 try:
     reader, answerer = ray.remote(Reader).remote(), ray.remote(Answerer).remote()
     shared = ray.get(reader.read.remote(FACTS))
     print(f"the handle takes {len(pickle.dumps(shared))} bytes")
     asked = ["Where does Ada work?", "What does Bo work on?", "Who works in Kyoto?"]
-    for question, text in zip(asked, ray.get(answerer.answer.remote(shared, asked)), strict=True):
+    answers = ray.get(answerer.answer.remote(shared, asked))
+    for question, text in zip(asked, answers, strict=True):
         print(f"{question} {text.strip()}")
 finally:
     app.stop(running)

@@ -5,12 +5,14 @@ python examples/fan_out.py [--in-process] [--model …] [--document LICENSE] [--
 
 import argparse
 import asyncio
+import socket
+import sys
 import time
 from pathlib import Path
 
 from rich.console import Console
 
-from branchline.agents import Message, Session, connect
+from branchline.agents import BranchlineError, Message, Session, connect
 from branchline.agents.patterns.fan_out import ask_apart, fan_out
 from branchline.agents.receipt import Receipt, Run
 from branchline.agents.view import FanOutView, Steps
@@ -61,6 +63,29 @@ async def main(args: argparse.Namespace, console: Console, steps: Steps) -> None
     console.print(receipt.table())
 
 
+def through_ray(args: argparse.Namespace, console: Console, steps: Steps) -> None:
+    from branchline.orchestrator import app
+    from branchline.orchestrator.config import ServeConfig
+
+    engine = EngineConfig(model=args.model)
+    running = app.start(ServeConfig(engine=engine, port=free_port(8000), dashboard_port=free_port(8265)), steps)
+    try:
+        steps.done()
+        console.print(f"[dim]OpenAI API {running.base_url}, Ray dashboard {running.dashboard_url}[/dim]", highlight=False)
+        asyncio.run(main(args, console, steps))
+    finally:
+        steps("stopping Ray")
+        app.stop(running)
+
+
+def free_port(preferred: int) -> int:
+    with socket.socket() as probe:
+        taken = probe.connect_ex(("127.0.0.1", preferred)) == 0
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        free: int = listener.getsockname()[1]
+    return free if taken else preferred
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--in-process", action="store_true", help="no Ray: the engine runs in this process")
@@ -70,16 +95,11 @@ if __name__ == "__main__":
     parser.add_argument("--no-baseline", action="store_true", help="don't run it without forking")
     options = parser.parse_args()
     terminal = Console()
-    with Steps(terminal) as progress:
-        if options.in_process:
-            asyncio.run(main(options, terminal, progress))
-        else:
-            from branchline.orchestrator import app
-            from branchline.orchestrator.config import ServeConfig
-
-            running = app.start(ServeConfig(engine=EngineConfig(model=options.model)), progress)
-            try:
+    try:
+        with Steps(terminal) as progress:
+            if options.in_process:
                 asyncio.run(main(options, terminal, progress))
-            finally:
-                progress("stopping Ray")
-                app.stop(running)
+            else:
+                through_ray(options, terminal, progress)
+    except (BranchlineError, OSError) as err:
+        sys.exit(f"{type(err).__name__}: {err}")

@@ -8,7 +8,7 @@ from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.status import Status
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from rich.tree import Tree
 
@@ -24,7 +24,7 @@ class Steps:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._status: Status | None = None
+        self._progress: Progress | None = None
         self._text = ""
         self._began = 0.0
 
@@ -33,17 +33,19 @@ class Steps:
         self.done()
         self._text, self._began = text, time.perf_counter()
         if self._console.is_terminal:
-            self._status = self._console.status(text)
-            self._status.start()
+            columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._progress.add_task(text)
+            self._progress.start()
 
     def done(self) -> None:
         """The step is done, and none begins."""
         self._end("✓")
 
     def _end(self, mark: str) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
         if self._text:
             seconds = time.perf_counter() - self._began
             self._console.print(f"{mark} {self._text} [dim]{seconds:.1f} s[/dim]", highlight=False)
