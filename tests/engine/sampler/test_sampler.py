@@ -308,9 +308,9 @@ def test_all_greedy_rows_cost_one_pass() -> None:
     def best(work: Any) -> float:
         times = []
         for _ in range(7):
-            began = time.perf_counter()
+            began = time.process_time()
             work()
-            times.append(time.perf_counter() - began)
+            times.append(time.process_time() - began)
         return min(times)
 
     assert best(lambda: sample(sampler, logits)) < 5 * best(lambda: logits.max(dim=-1)) + 0.005

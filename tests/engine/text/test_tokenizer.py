@@ -88,10 +88,10 @@ def test_second_load_takes_the_cache_and_is_quick(
     smollm: Tokenizer, gguf: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     program = (
-        "import sys, time; began = time.perf_counter()\n"
+        "import sys, time; began = time.process_time()\n"
         "from branchline.engine.model.tokenizer import load_tokenizer\n"
         f"tokenizer = load_tokenizer('gguf', {str(gguf)!r})\n"
-        "seconds = time.perf_counter() - began\n"
+        "seconds = time.process_time() - began\n"
         "print(seconds, 'transformers' in sys.modules, 'torch' in sys.modules, tokenizer.encode('Hi 12', True))"
     )
     environment = {"XDG_CACHE_HOME": str(tmp_path_factory.getbasetemp() / "cache"), "PYTHONPATH": ":".join(sys.path)}
@@ -101,7 +101,7 @@ def test_second_load_takes_the_cache_and_is_quick(
     seconds, transformers, torch, ids = printed.split(maxsplit=3)
     assert transformers == torch == "False"
     assert json.loads(ids) == smollm.encode("Hi 12", True)
-    assert float(seconds) < 5  # 0.3 s on an idle machine; a conversion takes 6 to 10 s
+    assert float(seconds) < 2  # of processor time; 0.3 s as a rule, a conversion takes 6 to 10 s
 
 
 @pytest.fixture
