@@ -19,14 +19,16 @@ PAGE_TOKENS = 16
 class Rows:
     """Some branches of one model, all in the same batch."""
 
-    def __init__(self, model: LoadedModel, backend: str, *, num_pages: int = 256, max_step_tokens: int = 1024) -> None:
+    def __init__(self, model: LoadedModel, backend: str, *, num_pages: int = 256, max_levels: int | None = None) -> None:
+        """`max_levels`: None: as many as the backend takes."""
         spec = model.decoder.attention_spec(PAGE_TOKENS, model.dtype, model.device)
         pool = PagePool(spec, num_pages)
         pool.data.fill_(float("nan"))  # whoever reads what nobody wrote shows
         attention = find_backend(backend, model.device)(spec, pool)
         self.runner = ModelRunner(model, attention)
+        self.max_levels = max_levels or attention.max_levels
         self.tree = BranchTree(
-            num_pages, page_tokens=PAGE_TOKENS, max_batch=16, max_step_tokens=max_step_tokens, max_levels=attention.max_levels
+            num_pages, page_tokens=PAGE_TOKENS, max_batch=64, max_step_tokens=1024, max_levels=self.max_levels
         )
 
     def step(self, wanted: Sequence[int] | None = None) -> torch.Tensor:

@@ -7,14 +7,12 @@ from collections.abc import Callable
 import pytest
 import torch
 from tests.numerics import tiny_hf
-from tests.numerics.conftest import Pair
+from tests.numerics.conftest import CPU_BACKENDS, Pair
 from tests.numerics.rows import Rows
 
-from branchline.engine.attention.find import backend_names
 from branchline.engine.config import EngineConfig
 from branchline.engine.model.runner import load_model
 
-CPU_BACKENDS = [name for name in backend_names() if name != "flashinfer"]
 NUM_TOKENS = 64
 
 

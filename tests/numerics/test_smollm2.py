@@ -6,16 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from tests.numerics.conftest import CPU_BACKENDS
 from tests.numerics.rows import Rows
 from tests.numerics.tiny_hf import reference_logits
 
-from branchline.engine.attention.find import backend_names
 from branchline.engine.config import EngineConfig
 from branchline.engine.model.resolve import resolve_model
 from branchline.engine.model.runner import LoadedModel, load_model
 from branchline.engine.model.tokenizer import load_tokenizer
 
-CPU_BACKENDS = [name for name in backend_names() if name != "flashinfer"]
 NUM_TOKENS = 64
 PROMPTS = (
     "The capital of France is",

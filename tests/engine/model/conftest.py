@@ -4,15 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tests.numerics import tiny_hf
 from tests.numerics.tiny_gguf import write_gguf
 
 from branchline.engine.config import EngineConfig
 from branchline.engine.model.runner import LoadedModel, load_model
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Tiny matrices gain nothing by threads, and on a busy machine threads that wait for each other cost a lot."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

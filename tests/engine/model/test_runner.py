@@ -74,8 +74,7 @@ def test_a_broken_architecture_file_shows_its_own_error(tmp_path: Path, monkeypa
 def test_copies_are_counted(folder: Path) -> None:
     """A fork inside a page whose backend can't take another level copies the filled part of one page."""
     model = load(folder)
-    rows = Rows(model, "reference")
-    rows.tree = type(rows.tree)(64, page_tokens=16, max_batch=4, max_step_tokens=64, max_levels=1)
+    rows = Rows(model, "reference", max_levels=1)
     parent = rows.tree.root()
     rows.tree.prefill(parent, 0, np.arange(3, 8, dtype=np.int32))
     rows.step()
@@ -85,6 +84,12 @@ def test_copies_are_counted(folder: Path) -> None:
     rows.step()
     bytes_a_token = 3 * 2 * 2 * 16 * 4  # layers, K and V, heads, size, float32
     assert rows.runner.copied_bytes == 5 * bytes_a_token
+
+
+def test_logits_may_be_changed_in_place(folder: Path) -> None:
+    logits = Rows(load(folder), "reference").logits([3, 4, 5])
+    logits[0, 0] = -torch.inf
+    assert logits.div_(2.0)[0, 0] == -torch.inf
 
 
 def test_steps_outlive_the_arrays_that_they_were_planned_in(folder: Path) -> None:

@@ -127,7 +127,7 @@ class ModelRunner:
             logit_tokens: [N] packed indices of the tokens whose logits are wanted; N may be 0.
 
         Returns:
-            [N, vocab_size] float32, an inference tensor (see `Decoder.forward`).
+            [N, vocab_size] float32, the caller's own.
         """
         if len(step.copy_src):
             self.copied_bytes += self._attention.pool.copy_filled(step)

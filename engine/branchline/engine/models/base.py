@@ -52,7 +52,7 @@ class Decoder(abc.ABC):
             logit_tokens: [N] int32 or int64: packed indices of the tokens whose logits are wanted; N may be 0.
 
         Returns:
-            [N, vocab_size] float32: an inference tensor, so what changes it in place must be in `torch.inference_mode` too.
+            [N, vocab_size] float32, the caller's own: it may change it in place.
         """
 
     def attention_spec(self, page_tokens: int, dtype: torch.dtype, device: torch.device) -> AttentionSpec:

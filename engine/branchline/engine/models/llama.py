@@ -69,10 +69,18 @@ class LlamaDecoder(Decoder):
         layers = weights.map(lambda index: _load_layer(config, weights, index), config.num_layers)
         return cls(config, embedding, layers, norm, head)
 
-    @torch.inference_mode()
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, logit_tokens: torch.Tensor
     ) -> torch.Tensor:
+        hidden = self._run_layers(token_ids, positions, attention, logit_tokens)
+        # outside inference mode, so that the sampler may change the logits in place
+        return functional.linear(hidden, self._head).float()
+
+    @torch.inference_mode()
+    def _run_layers(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, logit_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """[N, hidden_size]: the normed last hidden states of the wanted tokens."""
         eps = self.config.rms_norm_eps
         hidden_shape = (self.config.hidden_size,)
         cos, sin = rope_factors(self._rope, positions)
@@ -88,8 +96,7 @@ class LlamaDecoder(Decoder):
             normed = functional.rms_norm(x, hidden_shape, layer.mlp_norm, eps)
             gate, up = functional.linear(normed, layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
             x = _add_projection(x, functional.silu(gate).mul_(up), layer.down, layer.down_bias)
-        normed = functional.rms_norm(x, hidden_shape, self._norm, eps)
-        return functional.linear(normed, self._head).float()
+        return functional.rms_norm(x, hidden_shape, self._norm, eps)
 
     def _project(
         self, layer: LayerWeights, normed: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
