@@ -116,7 +116,7 @@ def test_a_prompt_beyond_the_context_is_a_400(client: openai.OpenAI, smollm2: st
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_a_client_that_leaves_frees_its_pages_within_two_steps(running: app.Running, smollm2: str) -> None:
+def test_a_client_that_leaves_frees_its_pages(running: app.Running, smollm2: str) -> None:
     body = {"model": smollm2, "messages": FRANCE, "max_tokens": 1500, "stream": True, "ignore_eos": True}
     with httpx.stream("POST", f"{running.base_url}/chat/completions", json=body) as answer:
         lines = answer.iter_lines()
