@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 
+from branchline.engine import openmp as _openmp  # noqa: F401  before torch is imported
 from branchline.engine._core import BranchTree
 from branchline.engine.attention.base import PagePool
 from branchline.engine.attention.find import find_backend
