@@ -24,6 +24,8 @@ class Sizes:
     max_step_tokens: int
     max_levels: int
     level_cost_pages: int
+    table: bool = False  # the core keeps a padded table instead of levels
+    zero_used: bool = False
 
     def build(self, cls: Callable[..., Any]) -> Any:
         return cls(
@@ -34,6 +36,8 @@ class Sizes:
             max_step_tokens=self.max_step_tokens,
             max_levels=self.max_levels,
             level_cost_pages=self.level_cost_pages,
+            table_width=self.num_pages if self.table else 0,
+            zero_used=self.zero_used,
         )
 
 
@@ -46,6 +50,9 @@ def slots_of(pages: np.ndarray, last_page_len: int, page_tokens: int) -> list[in
 def row_reads(core: Core) -> list[list[int]]:
     """For each row of the last plan the K/V slots that it reads, in order. Asserts that the levels are well formed."""
     rows = core.row_indptr[: core.num_rows + 1].tolist()
+    if core.num_levels == 0:
+        lengths = core.table_lengths[: core.num_rows].tolist()
+        return [slots_of(core.table[r], core.page_tokens, core.page_tokens)[:length] for r, length in enumerate(lengths)]
     reads: list[list[int]] = [[] for _ in range(core.num_rows)]
     row_at = {first: r for r, first in enumerate(rows)}
     for index in range(core.num_levels):
@@ -79,8 +86,7 @@ class Driver:
         self.pairs: dict[int, tuple[int, int]] = {}
         self.stale: list[int] = []
         self.made = 0
-        self.written = 0  # operations that changed something
-        self.page_map: dict[int, int] = {}
+        self.leases: list[tuple[int, int]] = []
         self.kv: dict[int, int] = {}  # slot -> hash of the token history whose K/V was written there
 
     def both(self, call: Callable[[Any, int], Any]) -> tuple[Any, Any] | None:
@@ -105,8 +111,8 @@ class Driver:
         self.made += 1
         return self.made - 1
 
-    def root(self) -> None:
-        made = self.both(lambda tree, _: tree.root())
+    def root(self, tenant: int = 0) -> None:
+        made = self.both(lambda tree, _: tree.root(tenant))
         if made is not None:
             self._add(*made)
 
@@ -158,6 +164,47 @@ class Driver:
     def prefill(self, name: int, slot: int, tokens: list[int]) -> None:
         self.both(lambda tree, which: tree.prefill(self.pairs[name][which], slot, np.array(tokens, np.int32)))
 
+    def lend(self, count: int, num_pages: int, tenant: int) -> None:
+        made = self.both(lambda tree, _: tree.lend_many(count, num_pages, tenant))
+        if made is not None:
+            self.leases += zip(made[0].tolist(), made[1].tolist(), strict=True)
+
+    def give_back(self, count: int, *, twice: bool = False) -> None:
+        leases = self.leases[:count]
+        given = leases + leases[:1] * twice
+        done = self.both(lambda tree, which: tree.give_back_many(np.array([lease[which] for lease in given], np.uint64)))
+        if done is None:
+            assert twice
+        elif leases:
+            del self.leases[:count]
+            assert self.both(lambda tree, which: tree.give_back(leases[0][which])) is None
+
+    def match(self, name: int, keep: int, others: list[int], tenant: int) -> None:
+        """Look for the first `keep` tokens of a branch and others after them."""
+        tokens = np.array([*self.core.tokens(self.pairs[name][0])[:keep].tolist(), *others], np.int32)
+        made = self.both(lambda tree, _: tree.match(tokens, tenant))
+        if made is not None:
+            found = self.core.length(made[0])
+            assert found % self.core.page_tokens == 0
+            assert self.core.tokens(made[0]).tolist() == tokens[:found].tolist()
+            self._add(*made)
+
+    def insert(self, name: int) -> None:
+        """Index a branch; what is indexed of it must be found afterwards."""
+        done = self.both(lambda tree, which: tree.insert(self.pairs[name][which]))
+        assert done is not None
+        assert done[0] == done[1]
+
+    def evict(self, num_pages: int) -> None:
+        done = self.both(lambda tree, _: tree.evict(num_pages))
+        assert done is not None
+        assert done[0] == done[1]
+
+    def take_used(self) -> None:
+        done = self.both(lambda tree, _: tree.take_used())
+        assert done is not None
+        assert len(done[0]) == len(done[1])
+
     def sample(self, seed: int) -> None:
         """Set the next token of every slot."""
         tokens = np.random.default_rng(seed).integers(0, 1000, self.sizes.max_batch).astype(np.int32)
@@ -167,10 +214,11 @@ class Driver:
     def step(self, *, commit: bool) -> None:
         """Plan, verify the arrays, commit or roll back, verify again."""
         before = {name: self._state(name) for name in self.pairs} if not commit else {}
-        free = self.core.num_free_pages
+        held = self._held()
         planned = self.both(lambda tree, _: tree.plan())
         if planned is None:
-            assert self.core.num_free_pages == free
+            # Where used pages have to be zeroed first, evicting comes before the refusal.
+            assert self._held() == held or self.sizes.zero_used
             return
         assert planned[0] == planned[1] == self.core.num_tokens
         core, twin = self.core, self.twin
@@ -186,7 +234,9 @@ class Driver:
             self._verify_rows(reads, rows)
         else:
             assert {name: self._state(name) for name in self.pairs} == before
-            assert core.num_free_pages == free
+
+    def _held(self) -> int:
+        return self.core.num_pages - self.core.num_free_pages - self.core.num_used_pages
 
     def _state(self, name: int) -> tuple[Any, ...]:
         """What a rollback must restore."""
@@ -251,9 +301,18 @@ class Driver:
         assert core.num_free_pages == twin.num_free_pages
         assert core.num_branches == twin.num_branches == len(self.pairs)
         assert core.num_segments == twin.num_segments
+        assert core.num_used_pages == twin.num_used_pages
+        assert [core.tenant_pages(t) for t in range(3)] == [twin.tenant_pages(t) for t in range(3)]
+        assert sum(core.tenant_pages(t) for t in range(3)) == self._held()
         forward: dict[int, int] = {}
         backward: dict[int, int] = {}
         held: set[int] = set()
+        for a, b in self.leases:
+            lent = core.leased_pages(a).tolist()
+            assert len(lent) == len(twin.leased_pages(b)) == len(set(lent))
+            assert not held & set(lent)
+            held |= set(lent)
+        lent_pages = set(held)
         for a, b in self.pairs.values():
             assert core.describe(a) == twin.describe(b)
             assert core.length(a) == twin.length(b)
@@ -262,9 +321,10 @@ class Driver:
             core_pages, twin_pages = core.pages(a).tolist(), twin.pages(b).tolist()
             assert len(core_pages) == len(twin_pages)
             held |= set(core_pages)
+            assert not lent_pages & set(core_pages)
             for p, q in zip(core_pages, twin_pages, strict=True):
                 assert forward.setdefault(p, q) == q
                 assert backward.setdefault(q, p) == p
             for count in (0, 1, core.page_tokens):
                 assert core.pages_needed(a, count) == twin.pages_needed(b, count)
-        assert core.num_free_pages + len(held) <= core.num_pages
+        assert len(held) <= self._held()

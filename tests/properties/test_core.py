@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
@@ -23,16 +26,19 @@ class CoreMachine(RuleBasedStateMachine):
         max_step_tokens=st.integers(1, 80),
         max_levels=st.integers(1, 4),
         level_cost_pages=st.sampled_from([0, 1, 2, 8]),
+        table=st.booleans(),
+        zero_used=st.booleans(),
     )
-    def build(self, **sizes: int) -> None:
+    def build(self, **sizes: Any) -> None:
+        sizes["table"] = sizes["table"] and sizes["max_levels"] == 1
         self.driver = Driver(Sizes(**sizes))
 
     def pick(self, data: st.DataObject) -> int:
         return int(data.draw(st.sampled_from(sorted(self.driver.pairs)), label="branch"))
 
-    @rule()
-    def root(self) -> None:
-        self.driver.root()
+    @rule(tenant=st.integers(-1, 2))
+    def root(self, tenant: int) -> None:
+        self.driver.root(tenant)
 
     @precondition(lambda self: self.driver.pairs)
     @rule(data=st.data())
@@ -78,6 +84,32 @@ class CoreMachine(RuleBasedStateMachine):
     def prefill(self, data: st.DataObject, slot: int, tokens: list[int]) -> None:
         self.driver.prefill(self.pick(data), slot, tokens)
 
+    @rule(count=st.integers(-1, 3), num_pages=st.integers(-1, 30), tenant=st.integers(0, 2))
+    def lend(self, count: int, num_pages: int, tenant: int) -> None:
+        self.driver.lend(count, num_pages, tenant)
+
+    @rule(count=st.integers(0, 3), twice=st.booleans())
+    def give_back(self, count: int, twice: bool) -> None:
+        self.driver.give_back(count, twice=twice)
+
+    @precondition(lambda self: self.driver.pairs)
+    @rule(data=st.data(), keep=st.integers(0, 60), others=st.lists(st.integers(0, 3), max_size=20), tenant=st.integers(0, 2))
+    def match(self, data: st.DataObject, keep: int, others: list[int], tenant: int) -> None:
+        self.driver.match(self.pick(data), keep, others, tenant)
+
+    @precondition(lambda self: self.driver.pairs)
+    @rule(data=st.data())
+    def insert(self, data: st.DataObject) -> None:
+        self.driver.insert(self.pick(data))
+
+    @rule(num_pages=st.integers(0, 10))
+    def evict(self, num_pages: int) -> None:
+        self.driver.evict(num_pages)
+
+    @rule()
+    def take_used(self) -> None:
+        self.driver.take_used()
+
     @rule(seed=st.integers(0, 2**32 - 1), steps=st.integers(1, 4))
     def decode(self, seed: int, steps: int) -> None:
         for i in range(steps):
@@ -100,6 +132,13 @@ TestCore.settings = settings(
 )
 
 
+WEIGHTS = {
+    "root": 1, "fork": 2, "fork_many": 1, "release": 2, "release_many": 0.3, "truncate": 0.5, "join": 3, "leave": 1,
+    "prefill": 3, "step": 6, "undo": 0.5, "lend": 0.5, "give_back": 0.5, "match": 1, "insert": 1, "evict": 0.3,
+    "take_used": 0.7,
+}  # fmt: skip
+
+
 def random_walk(seed: int, operations: int, *, verify_every: int) -> Driver:
     """Operations drawn at random, with sizes and weights drawn too: some walks are deep, some wide, some short of pages."""
     rng = np.random.default_rng(seed)
@@ -107,54 +146,82 @@ def random_walk(seed: int, operations: int, *, verify_every: int) -> Driver:
     def draw(low: int, high: int) -> int:
         return int(rng.integers(low, high + 1))
 
+    max_levels = draw(1, 4)
     sizes = Sizes(
         num_pages=draw(4, 150),
         page_tokens=draw(1, 16),
         max_branches=draw(2, 16),
         max_batch=draw(1, 10),
         max_step_tokens=draw(8, 64),
-        max_levels=draw(1, 4),
+        max_levels=max_levels,
         level_cost_pages=int(rng.choice([0, 1, 4, 16])),
+        table=max_levels == 1 and rng.random() < 0.5,
+        zero_used=rng.random() < 0.3,
     )
     driver = Driver(sizes)
-    names = ["root", "fork", "fork_many", "release", "release_many", "truncate", "join", "leave", "prefill", "step", "undo"]
-    weights = rng.dirichlet(np.array([1, 2, 1, 2, 0.3, 0.5, 3, 1, 3, 6, 0.5]) * 2)
-    for i, name in enumerate(rng.choice(names, operations, p=weights)):
+    vocabulary = int(rng.choice([2, 1000]))  # with two words prompts meet often
+    weights = rng.dirichlet(np.array([*WEIGHTS.values()]) * 2)
+    for i, name in enumerate(rng.choice([*WEIGHTS], operations, p=weights)):
         live = list(driver.pairs)
         if name == "step":
             driver.sample(draw(0, 2**31))
             driver.step(commit=True)
         elif name == "undo":
             driver.step(commit=False)
+        elif name == "lend":
+            driver.lend(draw(0, 2), draw(0, 20), draw(0, 2))
+        elif name == "give_back":
+            driver.give_back(draw(0, 2), twice=rng.random() < 0.2)
+        elif name == "evict":
+            driver.evict(draw(0, 10))
+        elif name == "take_used":
+            driver.take_used()
         elif name == "root" or not live:
-            driver.root()
+            driver.root(draw(0, 2))
         else:
-            branch = live[draw(0, len(live) - 1)]
-            if name == "fork":
-                driver.fork(branch)
-            elif name == "fork_many":
-                driver.fork_many(branch, draw(0, 4))
-            elif name == "release":
-                driver.release(branch)
-            elif name == "release_many":
-                driver.release_many([live[draw(0, len(live) - 1)] for _ in range(draw(0, 3))])
-            elif name == "truncate":
-                driver.truncate(branch, draw(0, 1 + driver.core.length(driver.pairs[branch][0])))
-            elif name == "join":
-                driver.join(branch, draw(0, sizes.max_batch - 1), draw(0, 1000))
-            elif name == "leave":
-                driver.leave(branch)
-            else:
-                driver.prefill(branch, draw(0, sizes.max_batch - 1), rng.integers(0, 1000, draw(1, 30)).tolist())
+            one_of(driver, str(name), live[draw(0, len(live) - 1)], draw, vocabulary)
         if i % verify_every == 0:
             driver.verify()
     driver.verify()
     return driver
 
 
+def one_of(driver: Driver, name: str, branch: int, draw: Callable[[int, int], int], vocabulary: int) -> None:
+    """An operation on one branch."""
+
+    def words(most: int) -> list[int]:
+        return [draw(0, vocabulary - 1) for _ in range(draw(1, most))]
+
+    live = list(driver.pairs)
+    if name == "fork":
+        driver.fork(branch)
+    elif name == "fork_many":
+        driver.fork_many(branch, draw(0, 4))
+    elif name == "release":
+        driver.release(branch)
+    elif name == "release_many":
+        driver.release_many([live[draw(0, len(live) - 1)] for _ in range(draw(0, 3))])
+    elif name == "truncate":
+        driver.truncate(branch, draw(0, 1 + driver.core.length(driver.pairs[branch][0])))
+    elif name == "join":
+        driver.join(branch, draw(0, driver.sizes.max_batch - 1), draw(0, vocabulary - 1))
+    elif name == "leave":
+        driver.leave(branch)
+    elif name == "match":
+        driver.match(branch, draw(0, driver.core.length(driver.pairs[branch][0])), words(20), draw(0, 2))
+    elif name == "insert":
+        driver.insert(branch)
+    else:
+        driver.prefill(branch, draw(0, driver.sizes.max_batch - 1), words(30))
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_random_walks(seed: int) -> None:
     driver = random_walk(seed, 600, verify_every=3)
     driver.release_many(list(driver.pairs))
+    driver.give_back(len(driver.leases))
+    driver.evict(driver.core.num_pages)
+    driver.take_used()
     driver.verify()
     assert driver.core.num_free_pages == driver.core.num_pages
+    assert driver.core.num_segments == 0

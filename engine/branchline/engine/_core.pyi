@@ -42,6 +42,8 @@ class BranchTree:
         max_step_tokens: int = 1024,
         max_levels: int = 8,
         level_cost_pages: int = 32,
+        table_width: int = 0,
+        zero_used: bool = False,
     ) -> None:
         """All memory is allocated here.
 
@@ -54,31 +56,41 @@ class BranchTree:
         only if that saves at least so many, else it is read with each row's own pages. A step has at most 2 * max_levels
         levels.
 
+        `table_width`: above 0 each row's pages are kept in the padded `table` of so many columns, and there are no levels
+        (`num_levels` is 0). Needs max_levels 1.
+
+        `zero_used`: pages that are given back are not free before `take_used` has told which they are, so that the caller can
+        zero them (no tenant sees another's K/V).
+
         Raises ValueError on a size below 1 (level_cost_pages: below 0) or if num_pages * page_tokens passes 32 bits.
         """
     # --- branches (effects are immediate; none of these may be called between plan() and commit()/rollback()) ---
-    def root(self) -> int:
-        """Make an empty branch. Raises OutOfBranchesError."""
+    def nop(self) -> None:
+        """Do nothing: what a call costs."""
 
-    def fork(self, branch: int) -> int:
+    def root(self, tenant: int = 0) -> int:
+        """Make an empty branch. Its pages, and those of all branches that are forked from it, are counted for `tenant` (16
+        bits). Raises OutOfBranchesError."""
+
+    def fork(self, branch: int, /) -> int:
         """Make a child: shares every token of `branch`. O(1); copies nothing. `branch` itself can go on."""
 
-    def fork_many(self, branch: int, count: int) -> npt.NDArray[np.uint64]:
+    def fork_many(self, branch: int, count: int, /) -> npt.NDArray[np.uint64]:
         """Make `count` children at once. O(1) per child. All or none."""
 
-    def release(self, branch: int) -> None:
+    def release(self, branch: int, /) -> None:
         """Give up a branch. Its tail's pages return, and those of segments that nobody holds any more."""
 
     def release_many(self, branches: npt.NDArray[np.uint64]) -> None:
         """Give up many. Checks all handles first (also for duplicates): all or none."""
 
-    def truncate(self, branch: int, num_tokens: int) -> None:
+    def truncate(self, branch: int, num_tokens: int, /) -> None:
         """Shorten a branch's own tail to `num_tokens` in total. ValueError below its shared part or above its length."""
 
-    def length(self, branch: int) -> int:
+    def length(self, branch: int, /) -> int:
         """Tokens of the branch, the shared ones included."""
 
-    def shared_length(self, branch: int) -> int:
+    def shared_length(self, branch: int, /) -> int:
         """Tokens in the segments above the branch's tail. A branch whose segment nobody else holds takes it back as its tail
         when it next appends, so this can shrink after others were released."""
 
@@ -91,13 +103,49 @@ class BranchTree:
     def describe(self, branch: int) -> tuple[int, int, int, int, int]:
         """(num_tokens, shared_tokens, shared_pages, private_pages, depth in segments)."""
 
-    def pages_needed(self, branch: int, num_tokens: int) -> int:
+    def pages_needed(self, branch: int, num_tokens: int, /) -> int:
         """New pages that appending `num_tokens` would take now (a copied half page included)."""
+    # --- pages that are lent out, tenants, zeroing ---
+    def lend(self, num_pages: int, tenant: int, /) -> int:
+        """Take pages for somebody outside the tree (a transfer, a swap). Returns the lease's handle. Raises OutOfPagesError, or
+        OutOfBranchesError when `max_branches` leases are out."""
+
+    def lend_many(self, count: int, num_pages: int, tenant: int, /) -> npt.NDArray[np.uint64]:
+        """`count` leases of `num_pages` each. All or none."""
+
+    def give_back(self, lease: int, /) -> None:
+        """End a lease. Raises ReleasedHandleError."""
+
+    def give_back_many(self, leases: npt.NDArray[np.uint64]) -> None:
+        """End many. All or none."""
+
+    def leased_pages(self, lease: int, /) -> npt.NDArray[np.int32]:
+        """Numbers of a lease's pages. A copy."""
+
+    def tenant_pages(self, tenant: int, /) -> int:
+        """Pages that a tenant's branches, segments (cached ones too) and leases own."""
+
+    def take_used(self) -> npt.NDArray[np.int32]:
+        """With `zero_used`: pages that were given back since the last call. They are free afterwards: zero them before the
+        next plan. A copy."""
+    # --- the prefix index (to pin what it holds, or any branch's pages: keep a fork) ---
+    def match(self, tokens: npt.NDArray[np.int32], tenant: int = 0) -> int:
+        """Make a branch on the longest indexed prefix of `tokens`, in whole pages, of the same tenant; its `length` says how
+        long (0: nothing was found). Raises OutOfBranchesError."""
+
+    def insert(self, branch: int, /) -> int:
+        """Index the full pages of a branch, as far as they follow on each other without a half page and no other segment holds
+        the same. Returns how many tokens of the branch can be matched now. Their pages outlive the branch until they are
+        evicted. Does not change what the branch holds; its tail may become shared."""
+
+    def evict(self, num_pages: int, /) -> int:
+        """Give up indexed segments that nobody else holds, least recently used leaf first, until `num_pages` pages were given
+        back or none is left. Returns how many were. `plan` and `lend` do so by themselves when pages are short."""
     # --- the batch: decode rows stay from step to step ---
-    def join(self, branch: int, slot: int, next_token: int) -> None:
+    def join(self, branch: int, slot: int, next_token: int, /) -> None:
         """Put a branch into the batch as a decode row with request slot `slot` (0 <= slot < max_batch)."""
 
-    def leave(self, branch: int) -> None:
+    def leave(self, branch: int, /) -> None:
         """Take a branch out of the batch, or drop its queued prefill row. `release` and `release_many` do so by themselves."""
 
     def prefill(self, branch: int, slot: int, tokens: npt.NDArray[np.int32]) -> None:
@@ -110,7 +158,9 @@ class BranchTree:
 
     def plan(self) -> int:
         """Take the pages that every row needs, append each row's new tokens, fill the step's arrays. Returns the number of
-        tokens T. Raises OutOfPagesError, or BatchError over max_step_tokens; then nothing has changed and the prefill rows are still queued."""
+        tokens T. Raises OutOfPagesError (after evicting what the prefix index alone holds, if that is enough), or BatchError
+        over max_step_tokens or table_width; then nothing has changed and the prefill rows are still queued. With `zero_used`
+        evicted pages must be zeroed first: on OutOfPagesError call `take_used` and try again."""
 
     def commit(self) -> None:
         """The step's K/V are computed: keep the new lengths. Prefill rows are gone from the batch."""
@@ -147,7 +197,22 @@ class BranchTree:
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]:
         """Level `index` of the last plan: (qo_indptr, kv_indptr, kv_indices, last_page_len), cut to size. Views. The meaning
         is in `branchline.engine.step.Level`."""
+    @property
+    def table(self) -> npt.NDArray[np.int32]:
+        """[max_batch, table_width], by row of the last plan: the numbers of its pages, in order. Only the first
+        ceil(length / page_tokens) entries of a row count."""
+
+    @property
+    def table_lengths(self) -> npt.NDArray[np.int32]:
+        """[max_batch], by row: tokens of its branch with this plan's."""
     # --- state ---
+    @property
+    def counters(self) -> dict[str, int]:
+        """A snapshot: pages_total, pages_free, pages_used, branches, segments now; forks, steps, step_tokens, copies,
+        evicted_pages, matched_tokens since the start. May be read from any thread."""
+
+    @property
+    def num_used_pages(self) -> int: ...
     @property
     def num_free_pages(self) -> int: ...
     @property
@@ -161,3 +226,11 @@ class BranchTree:
     def check(self) -> None:
         """Verify every invariant: free + held = total, each page has one owner, each count equals its holders. Raises
         CoreError that says which failed."""
+
+def copy_pages(pool: object, src: npt.NDArray[np.int32], dst: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]) -> int:
+    """Copy the first `tokens[i]` tokens of page `src[i]` to page `dst[i]`, past the caches where the machine can.
+
+    `pool`: a contiguous array or tensor of any dtype in main memory, [pages, layers, 2, kv_heads, page_tokens, head_dim]. Its
+    destination pages are modified. Releases the GIL. Returns the bytes copied. Raises ValueError on an index out of range,
+    TypeError on another kind of array.
+    """

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "branchline/branch_tree.hpp"
+#include "branchline/copy_pages.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -29,13 +30,69 @@ IntVector owned(const std::vector<int32_t>& values) {
     return IntVector(data.release(), {values.size()}, owner);
 }
 
-HandleVector fork_many(BranchTree& self, Handle branch, int64_t count) {
-    self.require_fork(branch, count);
+/// A new array of handles that `fill` writes. It must not throw.
+template <typename Fill>
+HandleVector new_handles(int64_t count, Fill fill) {
     auto data = std::make_unique<Handle[]>(static_cast<std::size_t>(count));
     nb::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<Handle*>(p); });
     Handle* const out = data.release();
-    self.fork_many(branch, count, out);
+    fill(out);
     return HandleVector(out, {static_cast<std::size_t>(count)}, owner);
+}
+
+HandleVector fork_many(BranchTree& self, Handle branch, int64_t count) {
+    self.require_fork(branch, count);
+    return new_handles(count, [&](Handle* out) { self.fork_many(branch, count, out); });
+}
+
+HandleVector lend_many(BranchTree& self, int64_t count, int64_t num_pages, int64_t tenant) {
+    self.require_lend(count, num_pages, tenant);
+    return new_handles(count, [&](Handle* out) { self.lend_many(count, num_pages, tenant, out); });
+}
+
+nb::dict counters(const BranchTree& self) {
+    const Counters c = self.counters();
+    nb::dict out;
+    out["pages_total"] = c.pages_total;
+    out["pages_free"] = c.pages_free;
+    out["pages_used"] = c.pages_used;
+    out["branches"] = c.branches;
+    out["segments"] = c.segments;
+    out["forks"] = c.forks;
+    out["steps"] = c.steps;
+    out["step_tokens"] = c.step_tokens;
+    out["copies"] = c.copies;
+    out["evicted_pages"] = c.evicted_pages;
+    out["matched_tokens"] = c.matched_tokens;
+    return out;
+}
+
+int64_t copy_pool_pages(const nb::ndarray<nb::ndim<6>, nb::c_contig, nb::device::cpu>& pool, const TokensArg& src,
+                        const TokensArg& dst, const TokensArg& tokens) {
+    const auto count = static_cast<int64_t>(src.shape(0));
+    const auto pages = static_cast<int64_t>(pool.shape(0));
+    const auto page_tokens = static_cast<int64_t>(pool.shape(4));
+    if (static_cast<int64_t>(dst.shape(0)) != count || static_cast<int64_t>(tokens.shape(0)) != count) {
+        throw std::invalid_argument("src, dst and tokens have " + std::to_string(count) + ", " + std::to_string(dst.shape(0)) +
+                                    " and " + std::to_string(tokens.shape(0)) + " entries: expected as many of each");
+    }
+    // Copied first, so that another thread can't change what was checked.
+    const std::vector<int32_t> from(src.data(), src.data() + count);
+    const std::vector<int32_t> to(dst.data(), dst.data() + count);
+    const std::vector<int32_t> filled(tokens.data(), tokens.data() + count);
+    for (std::size_t i = 0; i < from.size(); ++i) {
+        if (from[i] < 0 || from[i] >= pages || to[i] < 0 || to[i] >= pages || from[i] == to[i] || filled[i] < 0 ||
+            filled[i] > page_tokens) {
+            throw std::invalid_argument("copy " + std::to_string(i) + ": " + std::to_string(filled[i]) + " tokens of page " +
+                                        std::to_string(from[i]) + " to page " + std::to_string(to[i]) + ": expected two of " +
+                                        std::to_string(pages) + " pages and at most " + std::to_string(page_tokens) + " tokens");
+        }
+    }
+    const PoolLayout layout{const_cast<char*>(static_cast<const char*>(pool.data())), pages,
+                            static_cast<int64_t>(pool.shape(1) * pool.shape(2) * pool.shape(3)), page_tokens,
+                            static_cast<int64_t>(pool.shape(5) * pool.itemsize())};
+    nb::gil_scoped_release unlocked;
+    return copy_pages(layout, from.data(), to.data(), filled.data(), count);
 }
 
 /// A view of memory that `self` owns.
@@ -101,26 +158,30 @@ NB_MODULE(_core, m) {
         .def(
             "__init__",
             [](BranchTree* self, int64_t num_pages, int64_t page_tokens, int64_t max_branches, int64_t max_batch,
-               int64_t max_step_tokens, int64_t max_levels, int64_t level_cost_pages) {
+               int64_t max_step_tokens, int64_t max_levels, int64_t level_cost_pages, int64_t table_width,
+               bool zero_used) {
                 new (self) BranchTree(TreeSizes{num_pages, page_tokens, max_branches, max_batch, max_step_tokens, max_levels,
-                                                level_cost_pages});
+                                                level_cost_pages, table_width, zero_used});
             },
             "num_pages"_a, nb::kw_only(), "page_tokens"_a = TreeSizes{}.page_tokens, "max_branches"_a = TreeSizes{}.max_branches,
             "max_batch"_a = TreeSizes{}.max_batch, "max_step_tokens"_a = TreeSizes{}.max_step_tokens,
-            "max_levels"_a = TreeSizes{}.max_levels, "level_cost_pages"_a = TreeSizes{}.level_cost_pages)
-        .def("root", &BranchTree::root)
-        .def("fork", &BranchTree::fork, "branch"_a)
-        .def("fork_many", &fork_many, "branch"_a, "count"_a)
-        .def("release", &BranchTree::release, "branch"_a)
+            "max_levels"_a = TreeSizes{}.max_levels, "level_cost_pages"_a = TreeSizes{}.level_cost_pages,
+            "table_width"_a = TreeSizes{}.table_width, "zero_used"_a = TreeSizes{}.zero_used)
+        // Functions without named parameters are called faster; the stub marks them positional-only.
+        .def("nop", [](BranchTree&) {})
+        .def("root", &BranchTree::root, "tenant"_a = 0)
+        .def("fork", &BranchTree::fork)
+        .def("fork_many", &fork_many)
+        .def("release", &BranchTree::release)
         .def(
             "release_many",
             [](BranchTree& self, const HandlesArg& branches) {
                 self.release_many(branches.data(), static_cast<int64_t>(branches.shape(0)));
             },
             nb::arg("branches").noconvert())
-        .def("truncate", &BranchTree::truncate, "branch"_a, "num_tokens"_a)
-        .def("length", &BranchTree::length, "branch"_a)
-        .def("shared_length", &BranchTree::shared_length, "branch"_a)
+        .def("truncate", &BranchTree::truncate)
+        .def("length", &BranchTree::length)
+        .def("shared_length", &BranchTree::shared_length)
         .def("tokens", [](BranchTree& self, Handle branch) { return owned(self.tokens(branch)); }, "branch"_a)
         .def("pages", [](BranchTree& self, Handle branch) { return owned(self.pages(branch)); }, "branch"_a)
         .def(
@@ -130,9 +191,38 @@ NB_MODULE(_core, m) {
                 return std::make_tuple(s.num_tokens, s.shared_tokens, s.shared_pages, s.private_pages, s.depth);
             },
             "branch"_a)
-        .def("pages_needed", &BranchTree::pages_needed, "branch"_a, "num_tokens"_a)
-        .def("join", &BranchTree::join, "branch"_a, "slot"_a, "next_token"_a)
-        .def("leave", &BranchTree::leave, "branch"_a)
+        .def("pages_needed", &BranchTree::pages_needed)
+        .def("lend", &BranchTree::lend)
+        .def("lend_many", &lend_many)
+        .def("give_back", [](BranchTree& self, Handle lease) { self.give_back(&lease, 1); })
+        .def(
+            "give_back_many",
+            [](BranchTree& self, const HandlesArg& leases) {
+                self.give_back(leases.data(), static_cast<int64_t>(leases.shape(0)));
+            },
+            nb::arg("leases").noconvert())
+        .def("leased_pages", [](const BranchTree& self, Handle lease) { return owned(self.leased_pages(lease)); })
+        .def("tenant_pages", &BranchTree::tenant_pages)
+        .def("take_used", [](BranchTree& self) { return owned(self.take_used()); })
+        .def(
+            "match",
+            [](BranchTree& self, const TokensArg& tokens, int64_t tenant) {
+                return self.match(tokens.data(), static_cast<int64_t>(tokens.shape(0)), tenant);
+            },
+            nb::arg("tokens").noconvert(), "tenant"_a = 0)
+        .def("insert", &BranchTree::insert)
+        .def("evict", &BranchTree::evict)
+        .def_prop_ro("counters", &counters)
+        .def_prop_ro("table",
+                     [](nb::handle self) {
+                         Batch& batch = nb::cast<BranchTree&>(self).batch();
+                         return nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>(
+                             batch.table(), {static_cast<std::size_t>(batch.max_batch()), static_cast<std::size_t>(batch.table_width())},
+                             self);
+                     })
+        .def_prop_ro("table_lengths", &batch_view<&Batch::table_lengths, &Batch::max_batch>)
+        .def("join", &BranchTree::join)
+        .def("leave", &BranchTree::leave)
         .def(
             "prefill",
             [](BranchTree& self, Handle branch, int64_t slot, const TokensArg& tokens) {
@@ -161,7 +251,11 @@ NB_MODULE(_core, m) {
         .def_prop_ro("num_branches", [](BranchTree& self) { return self.tree().num_branches(); })
         .def_prop_ro("num_segments", [](BranchTree& self) { return self.tree().num_segments(); })
         .def_prop_ro("page_tokens", [](BranchTree& self) { return self.tree().pool().page_tokens(); })
+        .def_prop_ro("num_used_pages", [](BranchTree& self) { return static_cast<int32_t>(self.tree().pool().num_used()); })
         .def("check", &BranchTree::check);
+
+    m.def("copy_pages", &copy_pool_pages, nb::arg("pool").noconvert(), nb::arg("src").noconvert(), nb::arg("dst").noconvert(),
+          nb::arg("tokens").noconvert(), "Copy the filled tokens of pages.");
 }
 
 }  // namespace branchline

@@ -11,11 +11,14 @@ void copy_ints(int32_t* out, const int32_t* in, int32_t count) {
 }
 }  // namespace
 
-Batch::Batch(Tree& tree, int32_t max_batch, int32_t max_step_tokens, int32_t level_cost_pages)
+Batch::Batch(Tree& tree, PrefixIndex& index, int32_t max_batch, int32_t max_step_tokens, int32_t level_cost_pages,
+             int32_t table_width)
     : tree_(tree),
+      index_(index),
       levels_(tree, max_batch, level_cost_pages),
       max_batch_(max_batch),
       max_step_tokens_(max_step_tokens),
+      table_width_(table_width),
       members_(at(max_batch)),
       queue_(at(max_batch)),
       queued_tokens_(at(max_step_tokens)),
@@ -29,6 +32,7 @@ Batch::Batch(Tree& tree, int32_t max_batch, int32_t max_step_tokens, int32_t lev
       row_write_(at(max_batch)),
       row_fill_(at(max_batch)),
       row_kv_(at(max_batch) + 1),
+      row_pages_(at(max_batch)),
       crossing_(at(max_batch)),
       next_tokens_(at(max_batch)),
       token_ids_(at(max_step_tokens)),
@@ -38,7 +42,9 @@ Batch::Batch(Tree& tree, int32_t max_batch, int32_t max_step_tokens, int32_t lev
       row_slots_out_(at(max_batch)),
       copy_src_(at(max_batch)),
       copy_dst_(at(max_batch)),
-      copy_tokens_(at(max_batch)) {}
+      copy_tokens_(at(max_batch)),
+      table_(at(max_batch) * at(table_width)),
+      table_lengths_(at(max_batch)) {}
 
 int32_t Batch::take_slot(int64_t slot) {
     if (slot < 0 || slot >= max_batch_) {
@@ -136,11 +142,27 @@ void Batch::forget_layout() {
     steady_ = false;
 }
 
-void Batch::require_pages(int64_t need) const {
+void Batch::require_pages(int64_t need, const char* who) {
     const PagePool& pool = tree_.pool();
-    if (need > pool.num_free()) [[unlikely]] {
-        throw OutOfPagesError("the step needs " + std::to_string(need) + " pages, " + std::to_string(pool.num_free()) + " of " +
-                              std::to_string(pool.num_pages()) + " are free: release branches, or take rows out of the batch");
+    if (need <= pool.num_free()) [[likely]] return;
+    const int64_t missing = need - pool.num_free();
+    const int32_t cached = index_.count_evictable();
+    if (missing <= cached) {
+        num_evicted_pages_ += index_.evict(static_cast<int32_t>(missing));
+        if (need <= pool.num_free()) return;
+    }
+    std::string text = std::string(who) + " needs " + std::to_string(need) + " pages, " + std::to_string(pool.num_free()) + " of " +
+                       std::to_string(pool.num_pages()) + " are free";
+    if (cached > 0) text += " and " + std::to_string(cached) + " cached ones could be evicted";
+    if (pool.num_used() > 0) text += "; " + std::to_string(pool.num_used()) + " wait to be zeroed: call take_used()";
+    throw OutOfPagesError(text + ": release branches, or take rows out of the batch");
+}
+
+void Batch::require_width(int64_t length) const {
+    const int64_t most = static_cast<int64_t>(table_width_) * tree_.pool().page_tokens();
+    if (length > most) [[unlikely]] {
+        throw BatchError("a row of " + std::to_string(length) + " tokens: a table of " + std::to_string(table_width_) +
+                         " pages a row holds " + std::to_string(most));
     }
 }
 
@@ -157,6 +179,8 @@ int32_t Batch::plan() {
         lay_out();
     }
     planned_ = true;
+    num_steps_ += 1;
+    num_step_tokens_ += num_tokens_;
     return num_tokens_;
 }
 
@@ -164,29 +188,34 @@ int32_t Batch::plan() {
 void Batch::advance() {
     const int32_t rows = num_rows_;
     const int32_t page_tokens = tree_.pool().page_tokens();
-    int32_t* const fill = row_fill_.data();
+    int32_t* __restrict const fill = row_fill_.data();
     int32_t full = 0;
     for (int32_t r = 0; r < rows; ++r) full += fill[r] == page_tokens ? 1 : 0;
     if (full > 0) {
-        require_pages(full);
+        if (table_width_ > 0) {
+            for (int32_t r = 0; r < rows; ++r) require_width(int64_t{row_length_[at(r)]} + 1);
+        }
+        require_pages(full, "the step");
         cross(full);
     }
     num_copies_ = 0;
-    int32_t* const write = row_write_.data();
-    int32_t* const length = row_length_.data();
-    int32_t* const last_out = levels_.own().last_page_len;
-    int32_t* const write_out = write_slots_.data();
-    int32_t* const position_out = positions_.data();
+    // Restrict, else the compiler won't make vectors of it.
+    int32_t* __restrict const write = row_write_.data();
+    int32_t* __restrict const length = row_length_.data();
+    int32_t* __restrict const last_out = table_width_ > 0 ? table_lengths_.data() : levels_.own().last_page_len;
+    int32_t* __restrict const write_out = write_slots_.data();
+    int32_t* __restrict const position_out = positions_.data();
     for (int32_t r = 0; r < rows; ++r) {
-        last_out[r] = fill[r] += 1;
+        fill[r] += 1;
         write_out[r] = write[r] += 1;
         position_out[r] = length[r];
         length[r] += 1;
     }
-    const int32_t* const slot = row_slot_.data();
-    const int32_t* const next = next_tokens_.data();
-    int32_t* const store = tree_.pool().tokens();
-    int32_t* const token_out = token_ids_.data();
+    copy_ints(last_out, table_width_ > 0 ? length : fill, rows);
+    const int32_t* __restrict const slot = row_slot_.data();
+    const int32_t* __restrict const next = next_tokens_.data();
+    int32_t* __restrict const store = tree_.pool().tokens();
+    int32_t* __restrict const token_out = token_ids_.data();
     for (int32_t r = 0; r < rows; ++r) {
         const int32_t token = next[slot[r]];
         token_out[r] = token;
@@ -197,8 +226,7 @@ void Batch::advance() {
 /// Gives each of the `count` rows whose last page is full a new one, and makes room for it in the last level's table.
 void Batch::cross(int32_t count) {
     const int32_t rows = num_rows_;
-    PagePool& pool = tree_.pool();
-    const int32_t page_tokens = pool.page_tokens();
+    const int32_t page_tokens = tree_.pool().page_tokens();
     int32_t found = 0;
     for (int32_t r = 0; r < rows; ++r) {
         crossing_[at(found)] = r;
@@ -208,9 +236,16 @@ void Batch::cross(int32_t count) {
     int32_t* const kv = row_kv_.data();
     for (int32_t k = 0; k < count; ++k) {
         const int32_t r = crossing_[at(k)];
-        const int32_t page = pool.take(tree_.tail(row_branch_[at(r)]));
+        const int32_t page = tree_.take_page(row_branch_[at(r)]);
         row_write_[at(r)] = page * page_tokens - 1;
         row_fill_[at(r)] = 0;
+    }
+    if (table_width_ > 0) {
+        for (int32_t k = 0; k < count; ++k) {
+            const int32_t r = crossing_[at(k)];
+            table_[at(r) * at(table_width_) + at(row_pages_[at(r)]++)] = (row_write_[at(r)] + 1) / page_tokens;
+        }
+        return;
     }
     own.num_indices += count;
     int32_t end = kv[rows];
@@ -240,7 +275,13 @@ void Batch::lay_out() {
         entry_branch_[at(e)] = decodes ? members_[at(e)].branch : queue_[at(e - num_members_)].branch;
         need += tree_.pages_needed(entry_branch_[at(e)], decodes ? 1 : queue_[at(e - num_members_)].count);
     }
-    require_pages(need);
+    if (table_width_ > 0) {
+        for (int32_t e = 0; e < rows; ++e) {
+            const int64_t length = tree_.branch(entry_branch_[at(e)]).length + (e < num_members_ ? 1 : queue_[at(e - num_members_)].count);
+            require_width(length);
+        }
+    }
+    require_pages(need, "the step");
 
     for (int32_t e = 0; e < rows; ++e) tree_.thaw(entry_branch_[at(e)]);
     levels_.order_rows(entry_branch_.data(), rows, order_.data());
@@ -274,13 +315,30 @@ void Batch::lay_out() {
         row_write_[at(r)] = write_slots_[at(num_tokens_ - 1)];
         if (decodes) b.row = r;
     }
-    levels_.build(row_branch_.data(), rows, row_indptr_.data());
-    const LevelArrays& own = levels_.own();
-    copy_ints(row_fill_.data(), own.last_page_len, rows);
-    copy_ints(row_kv_.data(), own.kv_indptr, rows + 1);
+    num_all_copies_ += num_copies_;
+    if (table_width_ > 0) {
+        lay_out_table();
+    } else {
+        levels_.build(row_branch_.data(), rows, row_indptr_.data());
+        const LevelArrays& own = levels_.own();
+        copy_ints(row_fill_.data(), own.last_page_len, rows);
+        copy_ints(row_kv_.data(), own.kv_indptr, rows + 1);
+    }
     copy_ints(row_indptr_out_.data(), row_indptr_.data(), rows + 1);
     copy_ints(row_slots_out_.data(), row_slot_.data(), rows);
     steady_ = num_queued_ == 0;
+}
+
+/// Fills the table's rows.
+void Batch::lay_out_table() {
+    const int32_t page_tokens = tree_.pool().page_tokens();
+    for (int32_t r = 0; r < num_rows_; ++r) {
+        const int32_t branch = row_branch_[at(r)];
+        tree_.copy_pages(branch, table_.data() + at(r) * at(table_width_));
+        row_pages_[at(r)] = (row_length_[at(r)] - 1) / page_tokens + 1;
+        row_fill_[at(r)] = (row_length_[at(r)] - 1) % page_tokens + 1;
+    }
+    copy_ints(table_lengths_.data(), row_length_.data(), num_rows_);
 }
 
 void Batch::clear_queue() {

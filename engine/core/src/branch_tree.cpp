@@ -1,5 +1,6 @@
 #include "branchline/branch_tree.hpp"
 
+#include <algorithm>
 #include <climits>
 #include <stdexcept>
 #include <string>
@@ -26,10 +27,25 @@ const TreeSizes& checked(const TreeSizes& sizes) {
         throw std::invalid_argument("num_pages * page_tokens = " + std::to_string(sizes.num_pages * sizes.page_tokens) +
                                     ": write slots are 32-bit, expected at most " + std::to_string(INT_MAX));
     }
+    at_least("table_width", sizes.table_width, 0);
+    if (sizes.page_tokens > UINT16_MAX) {
+        throw std::invalid_argument("page_tokens = " + std::to_string(sizes.page_tokens) + ": expected at most 65535");
+    }
+    if (sizes.table_width > 0 && sizes.max_levels > 1) {
+        throw std::invalid_argument("table_width = " + std::to_string(sizes.table_width) + " with max_levels = " +
+                                    std::to_string(sizes.max_levels) + ": a table can hold half a page only at its end, expected max_levels = 1");
+    }
     if (sizes.max_levels > 1024) {
         throw std::invalid_argument("max_levels = " + std::to_string(sizes.max_levels) + ": expected at most 1024");
     }
     return sizes;
+}
+
+int32_t checked_tenant(int64_t tenant) {
+    if (tenant < 0 || tenant >= Tree::kTenants) {
+        throw std::invalid_argument("tenant = " + std::to_string(tenant) + ": expected from 0 to " + std::to_string(Tree::kTenants - 1));
+    }
+    return static_cast<int32_t>(tenant);
 }
 
 int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
@@ -37,8 +53,12 @@ int32_t narrow(int64_t value) { return static_cast<int32_t>(value); }
 }  // namespace
 
 BranchTree::BranchTree(const TreeSizes& sizes)
-    : tree_(narrow(checked(sizes).num_pages), narrow(sizes.page_tokens), narrow(sizes.max_branches), narrow(sizes.max_levels)),
-      batch_(tree_, narrow(sizes.max_batch), narrow(sizes.max_step_tokens), narrow(sizes.level_cost_pages)) {}
+    : tree_(narrow(checked(sizes).num_pages), narrow(sizes.page_tokens), narrow(sizes.max_branches), narrow(sizes.max_levels),
+            sizes.zero_used),
+      index_(tree_),
+      leases_(tree_, narrow(sizes.max_branches)),
+      batch_(tree_, index_, narrow(sizes.max_batch), narrow(sizes.max_step_tokens), narrow(sizes.level_cost_pages),
+             narrow(sizes.table_width)) {}
 
 void BranchTree::require_idle() const {
     if (batch_.planned()) [[unlikely]] throw BatchError("a plan is open: commit() or rollback() it first");
@@ -52,9 +72,9 @@ int32_t BranchTree::open(Handle branch) {
     return i;
 }
 
-Handle BranchTree::root() {
+Handle BranchTree::root(int64_t tenant) {
     require_idle();
-    return tree_.handle_of(tree_.root());
+    return tree_.handle_of(tree_.root(checked_tenant(tenant)));
 }
 
 Handle BranchTree::fork(Handle branch) {
@@ -89,26 +109,7 @@ void BranchTree::release(Handle branch) {
 
 void BranchTree::release_many(const Handle* branches, int64_t count) {
     require_idle();
-    // A branch that was seen is marked by an even generation, so that its second appearance doesn't resolve.
-    int64_t seen = 0;
-    try {
-        for (; seen < count; ++seen) tree_.branch(tree_.resolve(branches[seen])).generation ^= 1u;
-    } catch (const ReleasedHandleError&) {
-        const Handle bad = branches[seen];
-        bool twice = false;
-        while (--seen >= 0) {
-            tree_.branch(static_cast<int32_t>(static_cast<uint32_t>(branches[seen]))).generation ^= 1u;
-            twice = twice || branches[seen] == bad;
-        }
-        if (twice) throw ReleasedHandleError("branch handle " + std::to_string(bad) + " is given twice; none was released");
-        throw;
-    }
-    for (int64_t k = 0; k < count; ++k) {
-        const auto i = static_cast<int32_t>(static_cast<uint32_t>(branches[k]));
-        tree_.branch(i).generation ^= 1u;
-        batch_.drop(i);
-        tree_.release(i);
-    }
+    tree_.release_many(branches, count, [this](int32_t i) { batch_.drop(i); });
 }
 
 void BranchTree::truncate(Handle branch, int64_t num_tokens) {
@@ -150,6 +151,72 @@ int32_t BranchTree::pages_needed(Handle branch, int64_t num_tokens) {
     return tree_.pages_needed(i, narrow(num_tokens));
 }
 
+void BranchTree::require_lend(int64_t count, int64_t num_pages, int64_t tenant) {
+    require_idle();
+    checked_tenant(tenant);
+    if (num_pages < 0 || num_pages > INT_MAX || count < 0 || count > INT_MAX) {
+        throw std::invalid_argument("count = " + std::to_string(count) + ", num_pages = " + std::to_string(num_pages) +
+                                    ": expected from 0 to " + std::to_string(INT_MAX));
+    }
+    if (num_pages * count > tree_.pool().num_free()) batch_.require_pages(num_pages * count, "the loan");
+}
+
+Handle BranchTree::lend(int64_t num_pages, int64_t tenant) {
+    Handle lease = 0;
+    lend_many(1, num_pages, tenant, &lease);
+    return lease;
+}
+
+void BranchTree::lend_many(int64_t count, int64_t num_pages, int64_t tenant, Handle* out) {
+    require_lend(count, num_pages, tenant);
+    leases_.lend(narrow(num_pages), narrow(tenant), narrow(count), out);
+}
+
+void BranchTree::give_back(const Handle* leases, int64_t count) {
+    require_idle();
+    leases_.give_back(leases, count);
+}
+
+std::vector<int32_t> BranchTree::leased_pages(Handle lease) const {
+    const PageList& pages = leases_.pages(lease);
+    std::vector<int32_t> out(static_cast<std::size_t>(pages.count));
+    tree_.pool().copy_ids(pages, pages.count, out.data());
+    return out;
+}
+
+int32_t BranchTree::tenant_pages(int64_t tenant) const { return tree_.tenant_pages(checked_tenant(tenant)); }
+
+std::vector<int32_t> BranchTree::take_used() {
+    require_idle();
+    std::vector<int32_t> out(static_cast<std::size_t>(tree_.pool().num_used()));
+    tree_.pool().take_used(out.data());
+    return out;
+}
+
+Handle BranchTree::match(const int32_t* tokens, int64_t count, int64_t tenant) {
+    require_idle();
+    const int32_t of = checked_tenant(tenant);
+    tree_.require_branches(1);
+    const int32_t segment = index_.match(tokens, narrow(std::min<int64_t>(count, INT_MAX)), of);
+    const int32_t branch = tree_.open_on(segment, of);
+    matched_tokens_ += tree_.branch(branch).length;
+    return tree_.handle_of(branch);
+}
+
+int32_t BranchTree::insert(Handle branch) { return index_.insert(open(branch)); }
+
+int32_t BranchTree::evict(int64_t num_pages) {
+    require_idle();
+    return index_.evict(narrow(std::clamp<int64_t>(num_pages, 0, INT_MAX)));
+}
+
+Counters BranchTree::counters() const {
+    const PagePool& pool = tree_.pool();
+    return Counters{pool.num_pages(),      pool.num_free(),           pool.num_used(),         tree_.num_branches(),
+                    tree_.num_segments(),  tree_.num_forks(),         batch_.num_steps(),      batch_.num_step_tokens(),
+                    batch_.num_all_copies(), batch_.num_evicted_pages(), matched_tokens_};
+}
+
 void BranchTree::join(Handle branch, int64_t slot, int32_t next_token) { batch_.join(open(branch), slot, next_token); }
 
 void BranchTree::leave(Handle branch) { batch_.leave(open(branch)); }
@@ -183,7 +250,10 @@ const LevelArrays& BranchTree::level(int64_t index) const {
 
 void BranchTree::check() {
     batch_.sync_all();
-    tree_.check();
+    std::vector<std::pair<const PageList*, int32_t>> lent;
+    leases_.for_each([&](const PageList& pages, int32_t tenant) { lent.emplace_back(&pages, tenant); });
+    tree_.check(lent);
+    index_.check();
     batch_.check();
 }
 

@@ -9,8 +9,15 @@ namespace branchline {
 
 namespace {
 
-void require(bool ok, const std::string& what) {
-    if (!ok) throw CoreError("invariant broken: " + what);
+[[noreturn]] void fail(const std::string& what) { throw CoreError("invariant broken: " + what); }
+
+void require(bool ok, const char* what) {
+    if (!ok) fail(what);
+}
+
+/// Says who it was; the text is put together only if it is needed, so that a check stays cheap.
+void require(bool ok, const char* kind, int64_t i, const char* what) {
+    if (!ok) fail(std::string(kind) + " " + std::to_string(i) + " " + what);
 }
 
 /// Marks pages and chunks by owner; each may be marked once.
@@ -19,32 +26,36 @@ class Ownership {
     explicit Ownership(const PagePool& pool)
         : pool_(pool), pages_(static_cast<std::size_t>(pool.num_pages())), chunks_(static_cast<std::size_t>(pool.num_chunks())) {}
 
-    void page(int32_t page, const std::string& owner) { mark(pages_, page, "page", owner); }
-    void chunk(int32_t chunk, const std::string& owner) { mark(chunks_, chunk, "chunk", owner); }
+    void page(int32_t page) { mark(pages_, page, "page"); }
+    void chunk(int32_t chunk) { mark(chunks_, chunk, "chunk"); }
 
-    void list(const PageList& list, const std::string& owner) {
-        require(list.count >= 0 && list.count <= pool_.num_pages(), owner + " has a list of " + std::to_string(list.count) + " pages");
+    void list(const PageList& list, const char* kind, int64_t owner) {
+        require(list.count >= 0 && list.count <= pool_.num_pages(), kind, owner, "has an impossible number of pages");
         int32_t last = kNone;
-        pool_.for_each(list, [&](int32_t, int32_t p) { page(p, owner); last = p; });
-        require(list.count == 0 || last == list.last_page, owner + " misremembers its last page");
-        int32_t chunk_index = list.first_chunk;
+        pool_.for_each(list, [&](int32_t, int32_t p) {
+            page(p);
+            last = p;
+            return true;
+        });
+        require(list.count == 0 || last == list.last_page, kind, owner, "misremembers its last page");
+        int32_t next = list.first_chunk;
         for (int32_t rest = list.count - PageList::kInline; rest > 0; rest -= PagePool::kChunk) {
-            chunk(chunk_index, owner);
-            if (rest <= PagePool::kChunk) require(chunk_index == list.last_chunk, owner + " misremembers its last chunk");
-            chunk_index = pool_.next_chunk(chunk_index);
+            chunk(next);
+            require(rest > PagePool::kChunk || next == list.last_chunk, kind, owner, "misremembers its last chunk");
+            next = pool_.next_chunk(next);
         }
     }
 
     void require_complete() const {
-        for (std::size_t i = 0; i < pages_.size(); ++i) require(pages_[i] != 0, "page " + std::to_string(i) + " has no owner");
-        for (std::size_t i = 0; i < chunks_.size(); ++i) require(chunks_[i] != 0, "chunk " + std::to_string(i) + " has no owner");
+        for (std::size_t i = 0; i < pages_.size(); ++i) require(pages_[i] != 0, "page", static_cast<int64_t>(i), "has no owner");
+        for (std::size_t i = 0; i < chunks_.size(); ++i) require(chunks_[i] != 0, "chunk", static_cast<int64_t>(i), "has no owner");
     }
 
   private:
-    static void mark(std::vector<char>& marks, int32_t i, const char* kind, const std::string& owner) {
-        require(i >= 0 && static_cast<std::size_t>(i) < marks.size(), owner + " has " + kind + " " + std::to_string(i));
+    static void mark(std::vector<char>& marks, int32_t i, const char* kind) {
+        require(i >= 0 && static_cast<std::size_t>(i) < marks.size(), kind, i, "doesn't exist but is owned");
         char& m = marks[static_cast<std::size_t>(i)];
-        require(m == 0, std::string(kind) + " " + std::to_string(i) + " of " + owner + " has another owner too");
+        require(m == 0, kind, i, "has two owners");
         m = 1;
     }
 
@@ -55,85 +66,90 @@ class Ownership {
 
 }  // namespace
 
-void Tree::check() const {
+void Tree::check(const std::vector<std::pair<const PageList*, int32_t>>& lent) const {
     const int32_t page_tokens = pool_.page_tokens();
     Ownership ownership(pool_);
-    for (int32_t i = 0; i < pool_.num_free(); ++i) ownership.page(pool_.free_pages()[i], "the free stack");
-    for (int32_t i = 0; i < pool_.num_free_chunks(); ++i) ownership.chunk(pool_.free_chunks()[i], "the free chunks");
+    for (int32_t i = 0; i < pool_.num_free(); ++i) ownership.page(pool_.free_pages()[i]);
+    for (int32_t i = 0; i < pool_.num_used(); ++i) ownership.page(pool_.used_pages()[i]);
+    for (int32_t i = 0; i < pool_.num_free_chunks(); ++i) ownership.chunk(pool_.free_chunks()[i]);
+    std::vector<int32_t> of_tenant(index(kTenants));
+    for (const auto& [pages, tenant] : lent) {
+        ownership.list(*pages, "a lease of tenant", tenant);
+        of_tenant[index(tenant)] += pages->count;
+    }
 
     std::vector<char> is_free(segments_.size());
     for (int32_t i = 0; i < num_free_segments_; ++i) {
         char& f = is_free[index(free_segments_[index(i)])];
-        require(f == 0, "a segment is free twice");
+        require(f == 0, "segment", free_segments_[index(i)], "is free twice");
         f = 1;
     }
     require(num_free_segments_ + num_segments_ == max_segments(), "free and used segments don't add up");
 
     std::vector<int32_t> holders(segments_.size());
-    const auto hold = [&](int32_t parent, int32_t start, const std::string& who) {
-        if (parent == kNone) {
-            require(start == 0, who + " has no parent but starts at " + std::to_string(start));
-            return;
-        }
-        require(parent >= 0 && parent < max_segments() && !is_free[index(parent)], who + " goes on from a free segment");
-        require(segments_[index(parent)].end == start, who + " doesn't start where its parent ends");
-        ++holders[index(parent)];
-    };
-    const auto check_run = [&](const PageList& pages, int32_t parent, int32_t lead, int32_t start, int32_t end,
-                               const std::string& who) {
-        ownership.list(pages, who);
+    const auto check_run = [&](const char* kind, int32_t i, const PageList& pages, int32_t parent, int32_t lead, int32_t start,
+                               int32_t end) {
         const int32_t own = end - start;
-        require(own >= 0, who + " has a negative length");
-        const int32_t expected = own == 0 ? 0 : (lead + own + page_tokens - 1) / page_tokens;
-        require(pages.count == expected, who + " has " + std::to_string(pages.count) + " pages, expected " + std::to_string(expected));
+        require(own >= 0, kind, i, "has a negative length");
         int32_t expected_lead = 0;
-        if (own > 0 && parent != kNone && segments_[index(parent)].boundary == Boundary::copied) {
-            expected_lead = stored(segments_[index(parent)]) % page_tokens;
+        if (parent == kNone) {
+            require(start == 0, kind, i, "has no parent but doesn't start at 0");
+        } else {
+            require(parent >= 0 && parent < max_segments() && is_free[index(parent)] == 0, kind, i, "goes on from a free segment");
+            const Segment& above = segments_[index(parent)];
+            require(above.end == start, kind, i, "doesn't start where its parent ends");
+            ++holders[index(parent)];
+            if (own > 0 && above.boundary == Boundary::copied) expected_lead = stored(above) % page_tokens;
         }
-        require(lead == expected_lead, who + " has lead " + std::to_string(lead) + ", expected " + std::to_string(expected_lead));
+        require(lead == expected_lead, kind, i, "has a wrong lead");
+        ownership.list(pages, kind, i);
+        require(pages.count == (own == 0 ? 0 : (lead + own + page_tokens - 1) / page_tokens), kind, i,
+                "has pages that don't fit its tokens");
     };
 
     for (int32_t i = 0; i < max_segments(); ++i) {
-        if (is_free[index(i)]) continue;
+        if (is_free[index(i)] != 0) continue;
         const Segment& segment = segments_[index(i)];
-        const std::string who = "segment " + std::to_string(i);
-        hold(segment.parent, segment.start, who);
-        require(segment.end > segment.start, who + " is empty");
-        check_run(segment.pages, segment.parent, segment.lead, segment.start, segment.end, who);
+        require(segment.end > segment.start, "segment", i, "is empty");
+        check_run("segment", i, segment.pages, segment.parent, segment.lead, segment.start, segment.end);
+        of_tenant[segment.tenant] += segment.pages.count;
+        holders[index(i)] += segment.indexed;
         int32_t hard = 0;
-        int32_t depth = 1;
         if (segment.parent != kNone) {
             const Segment& above = segments_[index(segment.parent)];
             hard = above.hard_above + (above.boundary == Boundary::hard ? 1 : 0);
-            depth = above.depth + 1;
         }
-        require(segment.hard_above == hard && hard < max_levels_, who + " miscounts its hard boundaries");
-        require(segment.depth == depth, who + " miscounts its depth");
-        require((segment.boundary == Boundary::aligned) == (stored(segment) % page_tokens == 0), who + " has a wrong boundary");
+        require(segment.hard_above == hard && hard < max_levels_, "segment", i, "miscounts its hard boundaries");
+        require((segment.boundary == Boundary::aligned) == (stored(segment) % page_tokens == 0), "segment", i, "has a wrong boundary");
     }
 
     int32_t live = 0;
     for (int32_t i = 0; i < max_branches(); ++i) {
         const Branch& branch = branches_[index(i)];
-        const std::string who = "branch " + std::to_string(i);
         if ((branch.generation & 1u) == 0) {
-            require(tails_[index(i)].count == 0 && branch.lead == 0 && branch.parent == kNone, who + " is free but holds something");
+            require(tails_[index(i)].count == 0 && branch.lead == 0 && branch.parent == kNone && branch.member == kNone &&
+                        branch.queued == kNone && branch.row == kNone,
+                    "free branch", i, "holds something");
             continue;
         }
         ++live;
-        hold(branch.parent, branch.start, who);
-        check_run(tails_[index(i)], branch.parent, branch.lead, branch.start, branch.length, who);
+        of_tenant[branch.tenant] += tails_[index(i)].count;
+        check_run("branch", i, tails_[index(i)], branch.parent, branch.lead, branch.start, branch.length);
     }
     require(live == num_branches_, "live branches are miscounted");
     for (int32_t i = 0; i < num_free_branches_; ++i) {
-        require((branches_[index(free_branches_[index(i)])].generation & 1u) == 0, "a live branch is among the free");
+        const int32_t b = free_branches_[index(i)];
+        require((branches_[index(b)].generation & 1u) == 0, "branch", b, "lives but is free");
     }
     for (int32_t i = 0; i < max_segments(); ++i) {
-        if (is_free[index(i)]) continue;
-        require(segments_[index(i)].refs == holders[index(i)], "segment " + std::to_string(i) + " counts " +
-                std::to_string(segments_[index(i)].refs) + " holders, has " + std::to_string(holders[index(i)]));
+        if (is_free[index(i)] == 0) {
+            require(segments_[index(i)].refs == holders[index(i)], "segment", i, "has a count that isn't that of its holders");
+        }
     }
     ownership.require_complete();
+    for (int32_t t = 0; t < kTenants; ++t) {
+        require(of_tenant[index(t)] == tenant_pages_[index(t)], "tenant", t, "has a wrong count of pages");
+    }
 }
 
 }  // namespace branchline

@@ -9,12 +9,15 @@ namespace {
 std::size_t at(int32_t i) { return static_cast<std::size_t>(i); }
 }  // namespace
 
-PagePool::PagePool(int32_t num_pages, int32_t page_tokens)
+PagePool::PagePool(int32_t num_pages, int32_t page_tokens, bool keep_used)
     : num_pages_(num_pages),
       page_tokens_(page_tokens),
+      keep_used_(keep_used),
       num_free_(num_pages),
+      num_used_(0),
       num_free_chunks_(num_pages / (PageList::kInline + 1) + 1),
       free_(at(num_pages)),
+      used_(at(keep_used ? num_pages : 0)),
       tokens_(at(num_pages) * at(page_tokens)),
       chunks_(at(num_free_chunks_) * kChunk),
       chunk_next_(at(num_free_chunks_)),
@@ -25,67 +28,98 @@ PagePool::PagePool(int32_t num_pages, int32_t page_tokens)
     for (int32_t i = 0; i < num_free_chunks_; ++i) free_chunks_[at(i)] = num_free_chunks_ - 1 - i;
 }
 
-void PagePool::append(PageList& list, int32_t page) {
-    const int32_t i = list.count;
-    if (i < PageList::kInline) {
-        list.inline_ids[i] = page;
-    } else {
-        const int32_t slot = (i - PageList::kInline) & (kChunk - 1);
-        if (slot == 0) {
-            const int32_t chunk = free_chunks_[at(--num_free_chunks_)];
-            if (i == PageList::kInline) {
-                list.first_chunk = chunk;
-            } else {
-                chunk_next_[at(list.last_chunk)] = chunk;
-                chunk_prev_[at(chunk)] = list.last_chunk;
-            }
-            list.last_chunk = chunk;
+void PagePool::take_many(PageList& list, int32_t count) {
+    const int32_t* ids = free_.data() + (num_free_ -= count);
+    const int32_t head = std::min(count, PageList::kInline);
+    for (int32_t i = 0; i < head; ++i) list.inline_ids[i] = ids[i];
+    for (int32_t done = head; done < count; done += kChunk) {
+        const int32_t chunk = free_chunks_[at(--num_free_chunks_)];
+        if (done == head) {
+            list.first_chunk = chunk;
+        } else {
+            chunk_next_[at(list.last_chunk)] = chunk;
+            chunk_prev_[at(chunk)] = list.last_chunk;
         }
-        chunks_[at(list.last_chunk) * kChunk + at(slot)] = page;
+        list.last_chunk = chunk;
+        const int32_t run = std::min(count - done, kChunk);
+        int32_t* const out = chunks_.data() + at(chunk) * kChunk;
+        for (int32_t i = 0; i < run; ++i) out[i] = ids[done + i];
     }
-    list.last_page = page;
-    list.count = i + 1;
+    list.count = count;
+    if (count > 0) list.last_page = ids[count - 1];
 }
 
-int32_t PagePool::take(PageList& list) {
-    const int32_t page = free_[at(--num_free_)];
-    append(list, page);
-    return page;
+void PagePool::give(int32_t page) {
+    if (keep_used_) {
+        used_[at((num_used_ += 1) - 1)] = page;
+    } else {
+        free_[at((num_free_ += 1) - 1)] = page;
+    }
 }
 
-void PagePool::give_last(PageList& list) {
-    free_[at(num_free_++)] = list.last_page;
+int32_t PagePool::detach_last(PageList& list) {
+    const int32_t page = list.last_page;
     const int32_t i = --list.count;
-    if (i >= PageList::kInline && ((i - PageList::kInline) & (kChunk - 1)) == 0) {
+    if (i >= PageList::kInline && (i - PageList::kInline) % kChunk == 0) {
         const int32_t chunk = list.last_chunk;
         free_chunks_[at(num_free_chunks_++)] = chunk;
         if (i > PageList::kInline) list.last_chunk = chunk_prev_[at(chunk)];
     }
     if (i > PageList::kInline) {
-        list.last_page = chunks_[at(list.last_chunk) * kChunk + at((i - 1 - PageList::kInline) & (kChunk - 1))];
+        list.last_page = chunks_[at(list.last_chunk) * kChunk + at((i - 1 - PageList::kInline) % kChunk)];
     } else if (i > 0) {
         list.last_page = list.inline_ids[i - 1];
+    }
+    return page;
+}
+
+void PagePool::give_last(PageList& list) { give(detach_last(list)); }
+
+void PagePool::free_chunks_of(const PageList& list) {
+    if (list.count <= PageList::kInline) return;
+    int32_t chunk = list.first_chunk;
+    for (;;) {
+        free_chunks_[at(num_free_chunks_++)] = chunk;
+        if (chunk == list.last_chunk) return;
+        chunk = chunk_next_[at(chunk)];
     }
 }
 
 void PagePool::give_all(PageList& list) {
-    int32_t* out = free_.data() + num_free_;
-    copy_ids(list, list.count, out);
-    std::reverse(out, out + list.count);  // taken again in the same order
-    num_free_ += list.count;
-    if (list.count > PageList::kInline) {
-        int32_t chunk = list.first_chunk;
-        for (;;) {
-            free_chunks_[at(num_free_chunks_++)] = chunk;
-            if (chunk == list.last_chunk) break;
-            chunk = chunk_next_[at(chunk)];
-        }
+    if (keep_used_) {
+        copy_ids(list, list.count, used_.data() + num_used_);
+        num_used_ += list.count;
+    } else {
+        copy_ids(list, list.count, free_.data() + num_free_);
+        num_free_ += list.count;
     }
+    free_chunks_of(list);
     list.count = 0;
 }
 
+void PagePool::split(PageList& list, int32_t count, PageList& upper) {
+    int32_t* const ids = free_.data() + num_free_;  // these pages aren't free, so there is room
+    const int32_t total = list.count;
+    copy_ids(list, total, ids);
+    free_chunks_of(list);
+    list.count = 0;
+    for (int32_t i = 0; i < count; ++i) attach(upper, ids[i]);
+    for (int32_t i = count; i < total; ++i) attach(list, ids[i]);
+}
+
+int32_t PagePool::take_used(int32_t* out) {
+    const int32_t count = num_used_;
+    for (int32_t i = 0; i < count; ++i) {
+        out[i] = used_[at(i)];
+        free_[at(num_free_ + i)] = used_[at(i)];
+    }
+    num_used_ = 0;
+    num_free_ += count;
+    return count;
+}
+
 void PagePool::copy_ids(const PageList& list, int32_t count, int32_t* out) const {
-    const int32_t head = std::min(count, PageList::kInline + 0);
+    const int32_t head = std::min(count, PageList::kInline);
     for (int32_t i = 0; i < head; ++i) out[i] = list.inline_ids[i];
     out += head;
     int32_t rest = count - head;

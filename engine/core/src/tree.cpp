@@ -10,16 +10,15 @@ namespace {
 
 int32_t pages_for(int32_t tokens, int32_t page_tokens) { return (tokens + page_tokens - 1) / page_tokens; }
 
-/// Where a tree's generations begin (even). Trees begin apart, so that another tree's handle is refused too.
-uint32_t draw_generation() {
-    static std::atomic<uint32_t> trees{0};
-    return (trees.fetch_add(1, std::memory_order_relaxed) * 0x9E3779B1u) & ~1u;
-}
-
 }  // namespace
 
-Tree::Tree(int32_t num_pages, int32_t page_tokens, int32_t max_branches, int32_t max_levels)
-    : pool_(num_pages, page_tokens),
+uint32_t Tree::draw_generation() {
+    static std::atomic<uint32_t> tables{0};
+    return (tables.fetch_add(1, std::memory_order_relaxed) * 0x9E3779B1u) & ~1u;
+}
+
+Tree::Tree(int32_t num_pages, int32_t page_tokens, int32_t max_branches, int32_t max_levels, bool keep_used)
+    : pool_(num_pages, page_tokens, keep_used),
       max_levels_(max_levels),
       num_free_branches_(max_branches),
       num_free_segments_(num_pages),  // a segment has at least one page
@@ -28,22 +27,18 @@ Tree::Tree(int32_t num_pages, int32_t page_tokens, int32_t max_branches, int32_t
       tails_(index(max_branches)),
       segments_(index(num_pages)),
       free_branches_(index(max_branches)),
-      free_segments_(index(num_pages)) {
+      free_segments_(index(num_pages)),
+      tenant_pages_(index(kTenants)) {
     for (int32_t i = 0; i < max_branches; ++i) {
-        branches_[index(i)] = Branch{kNone, 0, 0, 0, first_generation_, kNone, kNone, kNone};
+        branches_[index(i)] = Branch{kNone, 0, 0, 0, 0, first_generation_, kNone, kNone, kNone};
         free_branches_[index(i)] = max_branches - 1 - i;
     }
     for (int32_t i = 0; i < num_pages; ++i) free_segments_[index(i)] = num_pages - 1 - i;
 }
 
-int32_t Tree::resolve(Handle handle) const {
-    const auto i = static_cast<uint32_t>(handle);
-    const auto generation = static_cast<uint32_t>(handle >> 32);
-    if (i >= branches_.size() || (generation & 1u) == 0 || branches_[i].generation != generation) [[unlikely]] {
-        throw ReleasedHandleError("branch handle " + std::to_string(handle) +
-                                  " names no live branch: it was released, or another tree made it");
-    }
-    return static_cast<int32_t>(i);
+void Tree::refuse(Handle handle) {
+    throw ReleasedHandleError("branch handle " + std::to_string(handle) +
+                              " names no live branch: it was released, or another tree made it");
 }
 
 void Tree::require_branches(int32_t count) const {
@@ -54,27 +49,34 @@ void Tree::require_branches(int32_t count) const {
     }
 }
 
-int32_t Tree::root() {
+int32_t Tree::root(int32_t tenant) { return open_on(kNone, tenant); }
+
+int32_t Tree::open_on(int32_t segment, int32_t tenant) {
     require_branches(1);
-    return open_branch(kNone, 0);
+    int32_t length = 0;
+    if (segment != kNone) {
+        segments_[index(segment)].refs += 1;
+        length = segments_[index(segment)].end;
+    }
+    num_branches_ += 1;
+    return open_branch(segment, length, tenant);
 }
 
-void Tree::freeze(Branch& branch, int32_t i) {
-    if (branch.length == branch.start) return;
+void Tree::freeze_tail(Branch& branch, int32_t i) {
     const int32_t s = free_segments_[index(--num_free_segments_)];
-    ++num_segments_;
+    num_segments_ += 1;
     Segment& segment = segments_[index(s)];
     segment.parent = branch.parent;
     segment.refs = 1;
     segment.start = branch.start;
     segment.end = branch.length;
     segment.lead = branch.lead;
+    segment.tenant = branch.tenant;
+    segment.indexed = 0;
     segment.hard_above = 0;
-    segment.depth = 1;
     if (branch.parent != kNone) {
         const Segment& above = segments_[index(branch.parent)];
         segment.hard_above = above.hard_above + (above.boundary == Boundary::hard ? 1 : 0);
-        segment.depth = above.depth + 1;
     }
     if (stored(segment) % pool_.page_tokens() == 0) {
         segment.boundary = Boundary::aligned;
@@ -103,31 +105,58 @@ void Tree::thaw(int32_t i) {
     tails_[index(i)] = segment.pages;
     segment.refs = 0;
     free_segments_[index(num_free_segments_++)] = s;
-    --num_segments_;
+    num_segments_ -= 1;
 }
 
 void Tree::drop(int32_t s) {
     while (s != kNone) {
         Segment& segment = segments_[index(s)];
         if (--segment.refs > 0) return;
+        tenant_pages_[segment.tenant] -= segment.pages.count;
         pool_.give_all(segment.pages);
         free_segments_[index(num_free_segments_++)] = s;
-        --num_segments_;
+        num_segments_ -= 1;
         s = segment.parent;
     }
 }
 
 void Tree::release(int32_t i) {
     Branch& branch = branches_[index(i)];
-    PageList& tail = tails_[index(i)];
-    if (tail.count > 0) pool_.give_all(tail);
-    branch.lead = 0;
+    const int32_t parent = branch.parent;
     branch.generation += 1;
-    --num_branches_;
-    // A place whose generations are used up is never taken again.
-    if (branch.generation != first_generation_) [[likely]] free_branches_[index(num_free_branches_++)] = i;
-    drop(branch.parent);
-    branch.parent = kNone;
+    close_branch(branch, i);
+    drop(parent);
+    num_branches_ -= 1;
+}
+
+void Tree::freeze_full_pages(int32_t i) {
+    Branch& branch = branches_[index(i)];
+    PageList& tail = tails_[index(i)];
+    const int32_t length = branch.length;
+    const int32_t rest = (length - branch.start) % pool_.page_tokens();
+    if (length - branch.start == rest) return;
+    const int32_t page = rest > 0 ? pool_.detach_last(tail) : kNone;
+    branch.length = length - rest;
+    freeze_tail(branch, i);
+    branch.length = length;
+    if (rest > 0) pool_.attach(tail, page);
+}
+
+int32_t Tree::split(int32_t s, int32_t pages) {
+    const int32_t u = free_segments_[index(--num_free_segments_)];
+    num_segments_ += 1;
+    Segment& lower = segments_[index(s)];
+    Segment& upper = segments_[index(u)];
+    upper = lower;
+    upper.refs = 1;
+    upper.end = lower.start + pages * pool_.page_tokens();
+    upper.boundary = Boundary::aligned;
+    upper.indexed = 0;
+    upper.pages.count = 0;
+    pool_.split(lower.pages, pages, upper.pages);
+    lower.parent = u;
+    lower.start = upper.end;
+    return u;
 }
 
 void Tree::truncate(int32_t i, int32_t num_tokens) {
@@ -146,6 +175,7 @@ void Tree::shorten(Branch& branch, int32_t i, int32_t num_tokens) {
     PageList& tail = tails_[index(i)];
     const int32_t keep = own == 0 ? 0 : pages_for(branch.lead + own, pool_.page_tokens());
     if (own == 0) branch.lead = 0;
+    tenant_pages_[branch.tenant] -= tail.count - keep;
     while (tail.count > keep) pool_.give_last(tail);
 }
 
@@ -178,8 +208,8 @@ bool Tree::append(int32_t i, const int32_t* tokens, int32_t count, int32_t* writ
     if (branch.length == branch.start && branch.parent != kNone) {
         const Segment& segment = segments_[index(branch.parent)];
         if (segment.boundary == Boundary::copied) {
-            branch.lead = stored(segment) % page_tokens;
-            copy = PageCopy{segment.pages.last_page, pool_.take(tail), branch.lead};
+            branch.lead = static_cast<uint16_t>(stored(segment) % page_tokens);
+            copy = PageCopy{segment.pages.last_page, take_page(i), branch.lead};
             std::memcpy(pool_.tokens_of(copy.dst), pool_.tokens_of(copy.src), sizeof(int32_t) * index(branch.lead));
             copied = true;
         }
@@ -188,7 +218,7 @@ bool Tree::append(int32_t i, const int32_t* tokens, int32_t count, int32_t* writ
     int32_t done = 0;
     while (done < count) {
         const int32_t offset = on_pages % page_tokens;
-        const int32_t page = offset == 0 ? pool_.take(tail) : tail.last_page;
+        const int32_t page = offset == 0 ? take_page(i) : tail.last_page;
         const int32_t run = std::min(count - done, page_tokens - offset);
         const int32_t first_slot = page * page_tokens + offset;
         std::memcpy(pool_.tokens() + first_slot, tokens + done, sizeof(int32_t) * index(run));
@@ -210,6 +240,7 @@ void Tree::copy_tokens(int32_t i, int32_t* out) const {
                 std::memcpy(out + start + from - lead, pool_.tokens_of(page) + (from - p * page_tokens),
                             sizeof(int32_t) * index(to - from));
             }
+            return true;
         });
     };
     const Branch& branch = branches_[index(i)];
@@ -218,6 +249,12 @@ void Tree::copy_tokens(int32_t i, int32_t* out) const {
         const Segment& segment = segments_[index(s)];
         copy_run(segment.pages, segment.lead, segment.start, segment.end);
     }
+}
+
+int32_t Tree::depth(int32_t i) const {
+    int32_t depth = 0;
+    for (int32_t s = branches_[index(i)].parent; s != kNone; s = segments_[index(s)].parent) ++depth;
+    return depth;
 }
 
 int32_t Tree::count_pages(int32_t i) const {

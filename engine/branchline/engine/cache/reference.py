@@ -7,57 +7,19 @@ its own, simpler ones about levels: no two rows share a group, so that its table
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
 from branchline.engine._core import BatchError, CoreError, OutOfBranchesError, OutOfPagesError, ReleasedHandleError
+from branchline.engine.cache.reference_index import PrefixIndex
+from branchline.engine.cache.reference_step import Row, Run, StepArrays
 
 Int32Array = npt.NDArray[np.int32]
 
 
-@dataclass(eq=False)
-class Run:
-    """Tokens that follow `parent`, with the pages that hold them. `lead` tokens before them are on the first page as a copy."""
-
-    parent: Run | None = None
-    lead: int = 0
-    tokens: list[int] = field(default_factory=list)
-    pages: list[int] = field(default_factory=list)
-    holders: int = 0
-    boundary: str = ""  # of a frozen one: "aligned", "hard" or "copied"
-
-    def chain(self) -> list[Run]:
-        """The runs from the root to this one."""
-        runs: list[Run] = []
-        run: Run | None = self
-        while run is not None:
-            runs.append(run)
-            run = run.parent
-        return runs[::-1]
-
-    @property
-    def stored(self) -> int:
-        return self.lead + len(self.tokens)
-
-
-def _column(rows: list[tuple[int, int, int]], index: int) -> Int32Array:
-    return np.array([row[index] for row in rows], np.int32)
-
-
-@dataclass
-class _Row:
-    handle: int
-    slot: int
-    tokens: list[int] | None  # None: a decode row
-    undo: int = 0  # own tokens before the plan
-
-
-class BranchTree:
-    """See `branchline.engine._core.BranchTree`."""
-
-    _levels: list[list[tuple[list[int], int]]]  # level -> row -> (pages, last_page_len)
+class BranchTree(PrefixIndex, StepArrays):
+    """See `branchline.engine._core.BranchTree`. It has no padded table: `table_width` changes nothing."""
 
     def __init__(
         self,
@@ -69,12 +31,15 @@ class BranchTree:
         max_step_tokens: int = 1024,
         max_levels: int = 8,
         level_cost_pages: int = 32,
+        table_width: int = 0,
+        zero_used: bool = False,
     ) -> None:
+        PrefixIndex.__init__(self)
+        StepArrays.__init__(self, page_tokens)
         sizes = (num_pages, page_tokens, max_branches, max_batch, max_step_tokens, max_levels, level_cost_pages + 1)
         if min(sizes) < 1:
             raise ValueError("every size must be at least 1")
         self.num_pages = num_pages
-        self.page_tokens = page_tokens
         self.next_tokens = np.zeros(max_batch, np.int32)
         self._max_branches = max_branches
         self._max_batch = max_batch
@@ -83,17 +48,20 @@ class BranchTree:
         self._free = list(range(num_pages - 1, -1, -1))
         self._branches: dict[int, Run] = {}
         self._handles = itertools.count(1)
-        self._decode: dict[int, _Row] = {}
-        self._queue: dict[int, _Row] = {}
-        self._planned: list[_Row] | None = None
-        self._clear_step()
+        self._decode: dict[int, Row] = {}
+        self._queue: dict[int, Row] = {}
+        self._planned: list[Row] | None = None
+        self._zero_used = zero_used
+        self._used: list[int] = []
+        self._leases: dict[int, tuple[list[int], int]] = {}
 
     # --- branches ---
 
-    def root(self) -> int:
+    def root(self, tenant: int = 0) -> int:
         self._require_idle()
+        self._require_tenant(tenant)
         self._require_branches(1)
-        return self._open(None)
+        return self._open(None, tenant)
 
     def fork(self, branch: int) -> int:
         return int(self.fork_many(branch, 1)[0])
@@ -110,20 +78,16 @@ class BranchTree:
             else:
                 tail.boundary = "hard" if hard_above + 1 < self._max_levels else "copied"
             tail.holders = 1
-            self._branches[branch] = Run(parent=tail)
+            self._branches[branch] = Run(parent=tail, tenant=tail.tenant)
         parent = self._branches[branch].parent
-        return np.array([self._open(parent) for _ in range(count)], np.uint64)
+        return np.array([self._open(parent, tail.tenant) for _ in range(count)], np.uint64)
 
     def release(self, branch: int) -> None:
-        run: Run | None = self._get(branch)
+        run = self._get(branch)
         self._decode.pop(branch, None)
         self._queue.pop(branch, None)
         del self._branches[branch]
-        while run is not None and run.holders == 0:
-            self._free += run.pages
-            run = run.parent
-            if run is not None:
-                run.holders -= 1
+        self._drop(run)
 
     def release_many(self, branches: npt.NDArray[np.uint64]) -> None:
         handles = [int(h) for h in branches]
@@ -166,13 +130,85 @@ class BranchTree:
             raise ValueError(f"num_tokens = {num_tokens}: expected at least 0")
         return self._needed(tail, num_tokens)
 
+    # --- loans and tenants ---
+
+    def lend(self, num_pages: int, tenant: int) -> int:
+        return int(self.lend_many(1, num_pages, tenant)[0])
+
+    def lend_many(self, count: int, num_pages: int, tenant: int) -> npt.NDArray[np.uint64]:
+        self._require_idle()
+        self._require_tenant(tenant)
+        if count < 0 or num_pages < 0:
+            raise ValueError("expected at least 0")
+        self._require_pages(count * num_pages)
+        if len(self._leases) + count > self._max_branches:
+            raise OutOfBranchesError(f"need {count} more leases")
+        handles = [next(self._handles) for _ in range(count)]
+        for handle in handles:
+            self._leases[handle] = ([self._free.pop() for _ in range(num_pages)], tenant)
+        return np.array(handles, np.uint64)
+
+    def give_back(self, lease: int) -> None:
+        self.give_back_many(np.array([lease], np.uint64))
+
+    def give_back_many(self, leases: npt.NDArray[np.uint64]) -> None:
+        self._require_idle()
+        handles = [int(h) for h in leases]
+        if len(set(handles)) < len(handles) or not set(handles) <= self._leases.keys():
+            raise ReleasedHandleError("no such lease, or given twice")
+        for handle in handles:
+            self._give(self._leases.pop(handle)[0])
+
+    def leased_pages(self, lease: int) -> Int32Array:
+        try:
+            return np.array(self._leases[int(lease)][0], np.int32)
+        except KeyError:
+            raise ReleasedHandleError(f"{lease} names no lease") from None
+
+    def tenant_pages(self, tenant: int) -> int:
+        self._require_tenant(tenant)
+        runs = [*self._segments(), *self._branches.values()]
+        lent = sum(len(pages) for pages, of in self._leases.values() if of == tenant)
+        return lent + sum(len(run.pages) for run in runs if run.tenant == tenant)
+
+    def take_used(self) -> Int32Array:
+        self._require_idle()
+        used, self._used = self._used, []
+        self._free += used
+        return np.array(used, np.int32)
+
+    # --- the prefix index ---
+
+    def match(self, tokens: Int32Array, tenant: int = 0) -> int:
+        self._require_idle()
+        self._require_tenant(tenant)
+        self._require_branches(1)
+        return self._open(self._find_prefix([int(t) for t in tokens], tenant), tenant)
+
+    def insert(self, branch: int) -> int:
+        tail = self._get(branch)
+        chain = tail.chain()[:-1]
+        rest = len(tail.tokens) % self.page_tokens
+        full = len(tail.tokens) - rest
+        if full > 0 and all(run.boundary == "aligned" for run in chain):
+            pages = full // self.page_tokens
+            below = Run(parent=tail, tokens=tail.tokens[full:], pages=tail.pages[pages:], tenant=tail.tenant)
+            tail.tokens, tail.pages, tail.boundary, tail.holders = tail.tokens[:full], tail.pages[:pages], "aligned", 1
+            self._branches[branch] = below
+            chain.append(tail)
+        return self._index_chain(chain)
+
+    def evict(self, num_pages: int) -> int:
+        self._require_idle()
+        return self._evict(num_pages)
+
     # --- the batch ---
 
     def join(self, branch: int, slot: int, next_token: int) -> None:
         self._get(branch)
         self._require_outside(branch, slot)
         self.next_tokens[slot] = next_token
-        self._decode[branch] = _Row(branch, slot, None)
+        self._decode[branch] = Row(branch, slot, None)
 
     def leave(self, branch: int) -> None:
         self._get(branch)
@@ -185,7 +221,7 @@ class BranchTree:
         queued = sum(len(row.tokens or ()) for row in self._queue.values())
         if not 1 <= len(tokens) <= self._max_step_tokens - queued:
             raise BatchError(f"{len(tokens)} tokens beside {queued} queued ones")
-        self._queue[branch] = _Row(branch, slot, [int(t) for t in tokens])
+        self._queue[branch] = Row(branch, slot, [int(t) for t in tokens])
 
     def plan(self) -> int:
         self._require_idle()
@@ -194,8 +230,7 @@ class BranchTree:
         if sum(counts) > self._max_step_tokens:
             raise BatchError(f"{sum(counts)} tokens, max_step_tokens is {self._max_step_tokens}")
         need = sum(self._needed(self._branches[row.handle], n) for row, n in zip(rows, counts, strict=True))
-        if need > len(self._free):
-            raise OutOfPagesError(f"need {need} pages, {len(self._free)} are free")
+        self._require_pages(need)
         self._clear_step()
         for row in rows:
             self._append(row)
@@ -217,64 +252,6 @@ class BranchTree:
         self._planned = None
         self._queue.clear()
 
-    # --- arrays ---
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self._step_tokens)
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._row_slots)
-
-    @property
-    def num_levels(self) -> int:
-        return len(self._levels)
-
-    @property
-    def num_copies(self) -> int:
-        return len(self._copies)
-
-    @property
-    def token_ids(self) -> Int32Array:
-        return _column(self._step_tokens, 0)
-
-    @property
-    def positions(self) -> Int32Array:
-        return _column(self._step_tokens, 1)
-
-    @property
-    def write_slots(self) -> Int32Array:
-        return _column(self._step_tokens, 2)
-
-    @property
-    def row_indptr(self) -> Int32Array:
-        return np.array(self._row_indptr, np.int32)
-
-    @property
-    def row_slots(self) -> Int32Array:
-        return np.array(self._row_slots, np.int32)
-
-    @property
-    def copy_src(self) -> Int32Array:
-        return _column(self._copies, 0)
-
-    @property
-    def copy_dst(self) -> Int32Array:
-        return _column(self._copies, 1)
-
-    @property
-    def copy_tokens(self) -> Int32Array:
-        return _column(self._copies, 2)
-
-    def level(self, index: int) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
-        if not 0 <= index < len(self._levels):
-            raise BatchError(f"level {index}: there are {len(self._levels)}")
-        tables = self._levels[index]
-        indptr = np.cumsum([0, *(len(pages) for pages, _ in tables)], dtype=np.int32)
-        indices = np.array([p for pages, _ in tables for p in pages], np.int32)
-        return self.row_indptr, indptr, indices, np.array([last for _, last in tables], np.int32)
-
     # --- state ---
 
     @property
@@ -292,16 +269,44 @@ class BranchTree:
     def check(self) -> None:
         """Raises CoreError if a page has no owner or two, or a run's count isn't that of its holders."""
         runs = [*self._segments(), *self._branches.values()]
-        owned = sorted([p for run in runs for p in run.pages] + self._free)
+        lent = [p for pages, _ in self._leases.values() for p in pages]
+        owned = sorted([p for run in runs for p in run.pages] + self._free + self._used + lent)
         if owned != list(range(self.num_pages)):
             raise CoreError("a page has no owner or more than one")
         for run in runs:
-            if run.holders != sum(other.parent is run for other in runs):
+            if run.holders != sum(other.parent is run for other in runs) + run.indexed:
                 raise CoreError("a count isn't that of its holders")
             if len(run.pages) != (-(-run.stored // self.page_tokens) if run.tokens else 0):
                 raise CoreError("a run's pages don't fit its tokens")
 
+    @property
+    def num_used_pages(self) -> int:
+        return len(self._used)
+
     # --- parts ---
+
+    def _give(self, pages: list[int]) -> None:
+        (self._used if self._zero_used else self._free).extend(pages)
+
+    def _drop(self, run: Run | None) -> None:
+        """Give up what nobody holds any more, upwards."""
+        while run is not None and run.holders == 0:
+            self._give(run.pages)
+            run = run.parent
+            if run is not None:
+                run.holders -= 1
+
+    def _require_pages(self, need: int) -> None:
+        missing = need - len(self._free)
+        if missing > 0 and self._count_evictable() >= missing:
+            self._evict(missing)
+        if need > len(self._free):
+            raise OutOfPagesError(f"need {need} pages, {len(self._free)} are free")
+
+    @staticmethod
+    def _require_tenant(tenant: int) -> None:
+        if not 0 <= tenant < 2**16:
+            raise ValueError(f"tenant = {tenant}: expected 16 bits")
 
     def _require_idle(self) -> None:
         if self._planned is not None:
@@ -318,9 +323,9 @@ class BranchTree:
         if not 0 <= slot < self._max_batch or slot in taken:
             raise BatchError(f"slot {slot} is out of range or taken")
 
-    def _open(self, parent: Run | None) -> int:
+    def _open(self, parent: Run | None, tenant: int) -> int:
         handle = next(self._handles)
-        self._branches[handle] = Run(parent=parent)
+        self._branches[handle] = Run(parent=parent, tenant=tenant)
         if parent is not None:
             parent.holders += 1
         return handle
@@ -333,7 +338,8 @@ class BranchTree:
             raise ReleasedHandleError(f"{branch} names no live branch") from None
 
     def _segments(self) -> set[Run]:
-        return {run for tail in self._branches.values() for run in tail.chain()[:-1]}
+        tails = self._branches.values()
+        return {run for tail in tails for run in tail.chain()[:-1]} | {run for top in self._index for run in top.chain()}
 
     @staticmethod
     def _shared(tail: Run) -> int:
@@ -362,7 +368,7 @@ class BranchTree:
                 stored = parent.stored % self.page_tokens
         return -(-(stored + count) // self.page_tokens) - pages
 
-    def _append(self, row: _Row) -> None:
+    def _append(self, row: Row) -> None:
         tail = self._branches[row.handle]
         parent = tail.parent
         if not tail.tokens and parent is not None:
@@ -385,35 +391,10 @@ class BranchTree:
         self._row_indptr.append(len(self._step_tokens))
         self._row_slots.append(row.slot)
 
-    def _build_levels(self, rows: list[list[tuple[Run, list[int]]]]) -> list[list[tuple[list[int], int]]]:
-        """Cut each row's pages after its hard boundaries. A level is a list with one (pages, last_page_len) a row."""
-        cut: list[list[tuple[list[int], int]]] = []
-        for parts in rows:
-            tables: list[tuple[list[int], int]] = []
-            pages: list[int] = []
-            for run, part in parts:
-                pages = pages + part
-                last = (run.stored - 1) % self.page_tokens + 1
-                if run.boundary == "hard" or run is parts[-1][0]:
-                    tables.append((pages, last))
-                    pages = []
-            cut.append(tables)
-        depth = max([1, *(len(tables) for tables in cut)])
-        for tables in cut:
-            tables[-1:-1] = [([], 0)] * (depth - len(tables))
-        return [[tables[level] for tables in cut] for level in range(depth)]
-
     def _shorten(self, tail: Run, own: int) -> None:
         del tail.tokens[own:]
         if own == 0:
             tail.lead = 0
         keep = -(-tail.stored // self.page_tokens)
-        self._free += tail.pages[keep:]
+        self._give(tail.pages[keep:])
         del tail.pages[keep:]
-
-    def _clear_step(self) -> None:
-        self._step_tokens: list[tuple[int, int, int]] = []
-        self._row_indptr = [0]
-        self._row_slots: list[int] = []
-        self._copies: list[tuple[int, int, int]] = []
-        self._levels = [[]]

@@ -5,6 +5,7 @@
 
 #include "branchline/buffer.hpp"
 #include "branchline/level_planner.hpp"
+#include "branchline/prefix_index.hpp"
 #include "branchline/tree.hpp"
 
 namespace branchline {
@@ -12,9 +13,12 @@ namespace branchline {
 /// Decode rows stay from step to step; prefill rows are for one step. While rows keep their places, their lengths live here
 /// (see `sync`) and a step writes O(rows) numbers. What Python can see is a copy: nothing that it writes there is read back,
 /// but for `next_tokens`.
+///
+/// With a `table_width` each row's pages are kept in a padded table instead of levels; rows must be flat then (max_levels 1).
 class Batch {
   public:
-    Batch(Tree& tree, int32_t max_batch, int32_t max_step_tokens, int32_t level_cost_pages);
+    Batch(Tree& tree, PrefixIndex& index, int32_t max_batch, int32_t max_step_tokens, int32_t level_cost_pages,
+          int32_t table_width);
 
     void join(int32_t branch, int64_t slot, int32_t next_token);
     /// Takes a branch out, or its queued prefill row. Throws BatchError if it has neither.
@@ -42,7 +46,13 @@ class Batch {
     int32_t max_step_tokens() const { return max_step_tokens_; }
     int32_t num_tokens() const { return num_tokens_; }
     int32_t num_rows() const { return num_rows_; }
-    int32_t num_levels() const { return levels_.num_levels(); }
+    int32_t num_levels() const { return table_width_ > 0 ? 0 : levels_.num_levels(); }
+    int32_t table_width() const { return table_width_; }
+    int64_t num_steps() const { return num_steps_; }
+    int64_t num_step_tokens() const { return num_step_tokens_; }
+    int64_t num_all_copies() const { return num_all_copies_; }
+    int64_t num_evicted_pages() const { return num_evicted_pages_; }
+
     int32_t num_copies() const { return num_copies_; }
     const LevelArrays& level(int32_t i) const { return levels_.level(i); }
 
@@ -55,6 +65,12 @@ class Batch {
     int32_t* copy_src() { return copy_src_.data(); }
     int32_t* copy_dst() { return copy_dst_.data(); }
     int32_t* copy_tokens() { return copy_tokens_.data(); }
+
+    int32_t* table() { return table_.data(); }
+    int32_t* table_lengths() { return table_lengths_.data(); }
+
+    /// Evicts from the prefix index if fewer than `need` pages are free. Throws OutOfPagesError, then nothing was evicted.
+    void require_pages(int64_t need, const char* who);
 
     /// Throws CoreError that names the first broken invariant.
     void check() const;
@@ -73,17 +89,20 @@ class Batch {
 
     static std::size_t at(int32_t i) { return static_cast<std::size_t>(i); }
     int32_t take_slot(int64_t slot);
-    void require_pages(int64_t need) const;
+    void require_width(int64_t length) const;
     void advance();
     void cross(int32_t count);
     void lay_out();
+    void lay_out_table();
     void forget_layout();
     void clear_queue();
 
     Tree& tree_;
+    PrefixIndex& index_;
     LevelPlanner levels_;
     int32_t max_batch_;
     int32_t max_step_tokens_;
+    int32_t table_width_;
     bool planned_ = false;
     bool steady_ = false;  // the rows of the last plan are the decode rows, unchanged
     int32_t num_members_ = 0;
@@ -92,6 +111,10 @@ class Batch {
     int32_t num_tokens_ = 0;
     int32_t num_rows_ = 0;
     int32_t num_copies_ = 0;
+    Gauge<int64_t> num_steps_;
+    Gauge<int64_t> num_step_tokens_;
+    Gauge<int64_t> num_all_copies_;
+    Gauge<int64_t> num_evicted_pages_;
 
     Buffer<Member> members_;
     Buffer<Queued> queue_;
@@ -108,6 +131,7 @@ class Batch {
     Buffer<int32_t> row_write_;  // write slot of its last token
     Buffer<int32_t> row_fill_;   // tokens on its last page
     Buffer<int32_t> row_kv_;     // [rows + 1] kv_indptr of the last level
+    Buffer<int32_t> row_pages_;  // pages in the table
     Buffer<int32_t> crossing_;
 
     Buffer<int32_t> next_tokens_;
@@ -119,6 +143,8 @@ class Batch {
     Buffer<int32_t> copy_src_;
     Buffer<int32_t> copy_dst_;
     Buffer<int32_t> copy_tokens_;
+    Buffer<int32_t> table_;  // [max_batch, table_width], by row
+    Buffer<int32_t> table_lengths_;
 };
 
 }  // namespace branchline

@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "branchline/batch.hpp"
+#include "branchline/lease_table.hpp"
+#include "branchline/prefix_index.hpp"
 #include "branchline/tree.hpp"
 
 namespace branchline {
@@ -17,6 +19,23 @@ struct TreeSizes {
     int64_t max_step_tokens = 1024;
     int64_t max_levels = 8;
     int64_t level_cost_pages = 32;
+    int64_t table_width = 0;
+    bool zero_used = false;
+};
+
+/// A snapshot of what happened and what there is; see `counters` in _core.pyi.
+struct Counters {
+    int64_t pages_total;
+    int64_t pages_free;
+    int64_t pages_used;
+    int64_t branches;
+    int64_t segments;
+    int64_t forks;
+    int64_t steps;
+    int64_t step_tokens;
+    int64_t copies;
+    int64_t evicted_pages;
+    int64_t matched_tokens;
 };
 
 struct BranchSizes {
@@ -32,7 +51,7 @@ class BranchTree {
     /// Throws std::invalid_argument, std::bad_alloc.
     explicit BranchTree(const TreeSizes& sizes);
 
-    Handle root();
+    Handle root(int64_t tenant);
     Handle fork(Handle branch);
     /// Writes `count` handles. Throws std::invalid_argument on a negative count.
     void fork_many(Handle branch, int64_t count, Handle* out);
@@ -48,6 +67,24 @@ class BranchTree {
     std::vector<int32_t> pages(Handle branch);
     BranchSizes describe(Handle branch);
     int32_t pages_needed(Handle branch, int64_t num_tokens);
+
+    /// Lends pages out. Throws OutOfPagesError, OutOfBranchesError, std::invalid_argument.
+    Handle lend(int64_t num_pages, int64_t tenant);
+    void require_lend(int64_t count, int64_t num_pages, int64_t tenant);
+    void lend_many(int64_t count, int64_t num_pages, int64_t tenant, Handle* out);
+    void give_back(const Handle* leases, int64_t count);
+    std::vector<int32_t> leased_pages(Handle lease) const;
+    int32_t tenant_pages(int64_t tenant) const;
+    /// Pages given back since the last call; they are free afterwards.
+    std::vector<int32_t> take_used();
+
+    /// A new branch on the longest indexed prefix. Throws OutOfBranchesError.
+    Handle match(const int32_t* tokens, int64_t count, int64_t tenant);
+    int32_t insert(Handle branch);
+    int32_t evict(int64_t num_pages);
+
+    /// May be called from any thread.
+    Counters counters() const;
 
     void join(Handle branch, int64_t slot, int32_t next_token);
     void leave(Handle branch);
@@ -69,7 +106,10 @@ class BranchTree {
     const Branch& branch_of(Handle branch) { return tree_.branch(open(branch)); }
 
     Tree tree_;
+    PrefixIndex index_;
+    LeaseTable leases_;
     Batch batch_;
+    Gauge<int64_t> matched_tokens_;
 };
 
 }  // namespace branchline

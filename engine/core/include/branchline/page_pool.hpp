@@ -4,12 +4,13 @@
 #include <cstdint>
 
 #include "branchline/buffer.hpp"
+#include "branchline/gauge.hpp"
 
 namespace branchline {
 
 /// The pages of one owner, in order. The first few numbers lie in the list itself, the rest in chunks of one cache line.
 struct PageList {
-    static constexpr int kInline = 4;
+    static constexpr int32_t kInline = 4;
     int32_t inline_ids[kInline];
     int32_t first_chunk;  // meaningful when count > kInline
     int32_t last_chunk;
@@ -19,30 +20,41 @@ struct PageList {
 
 /// Owns the free pages and the storage of all page lists. Nothing is allocated after construction.
 ///
-/// Every page is either free or on exactly one list. An owner with at most `PageList::kInline` pages takes no chunk, so
-/// num_pages / (kInline + 1) + 1 chunks are enough however the pages are spread.
+/// Every page is free, used (to be zeroed before it is free again) or on exactly one list. An owner with at most
+/// `PageList::kInline` pages takes no chunk, so num_pages / (kInline + 1) + 1 chunks are enough however they are spread.
 class PagePool {
   public:
-    static constexpr int kChunk = 16;
-    static constexpr int kChunkBits = 4;
+    static constexpr int32_t kChunk = 16;
 
-    PagePool(int32_t num_pages, int32_t page_tokens);
+    /// `keep_used`: pages that are given back wait in a list of their own until `take_used`.
+    PagePool(int32_t num_pages, int32_t page_tokens, bool keep_used);
 
     int32_t num_pages() const { return num_pages_; }
     int32_t num_free() const { return num_free_; }
+    int32_t num_used() const { return num_used_; }
     int32_t page_tokens() const { return page_tokens_; }
 
     /// Moves a free page to the end of `list` and returns it. There must be a free page.
     int32_t take(PageList& list);
-    /// Returns the last page of `list` to the free ones. The list must not be empty.
+    /// Moves `count` free pages to the end of `list`, which must be empty.
+    void take_many(PageList& list, int32_t count);
+    /// Gives the last page of `list` back. The list must not be empty.
     void give_last(PageList& list);
-    /// Returns all pages of `list`.
+    /// Gives all pages of `list` back.
     void give_all(PageList& list);
+    /// Takes the last page off `list` without giving it back, and returns it.
+    int32_t detach_last(PageList& list);
+    /// Puts a page that was detached at the end of `list`.
+    void attach(PageList& list, int32_t page);
+    /// Moves the first `count` pages of `list` (0 < count < its own) to `upper`, which must be empty.
+    void split(PageList& list, int32_t count, PageList& upper);
     /// Writes the first `count` page numbers of `list`.
     void copy_ids(const PageList& list, int32_t count, int32_t* out) const;
-    /// Calls visit(index, page) in order.
+    /// Calls visit(index, page) in order until it returns false.
     template <typename Visit>
     void for_each(const PageList& list, Visit visit) const;
+    /// Writes the used pages' numbers and makes them free. Returns how many.
+    int32_t take_used(int32_t* out);
 
     int32_t* tokens_of(int32_t page) { return tokens_.data() + static_cast<int64_t>(page) * page_tokens_; }
     const int32_t* tokens_of(int32_t page) const { return tokens_.data() + static_cast<int64_t>(page) * page_tokens_; }
@@ -50,19 +62,24 @@ class PagePool {
 
     // For check().
     const int32_t* free_pages() const { return free_.data(); }
+    const int32_t* used_pages() const { return used_.data(); }
     int32_t num_chunks() const { return static_cast<int32_t>(free_chunks_.size()); }
     int32_t num_free_chunks() const { return num_free_chunks_; }
     const int32_t* free_chunks() const { return free_chunks_.data(); }
     int32_t next_chunk(int32_t chunk) const { return chunk_next_[static_cast<std::size_t>(chunk)]; }
 
   private:
-    void append(PageList& list, int32_t page);
+    void give(int32_t page);
+    void free_chunks_of(const PageList& list);
 
     int32_t num_pages_;
     int32_t page_tokens_;
-    int32_t num_free_;
+    bool keep_used_;
+    Gauge<int32_t> num_free_;
+    Gauge<int32_t> num_used_;
     int32_t num_free_chunks_;
-    Buffer<int32_t> free_;    // a stack
+    Buffer<int32_t> free_;    // a stack; what lies above its top is scratch
+    Buffer<int32_t> used_;    // a stack
     Buffer<int32_t> tokens_;  // [num_pages, page_tokens]
     Buffer<int32_t> chunks_;  // [chunks, kChunk]
     Buffer<int32_t> chunk_next_;
@@ -72,13 +89,44 @@ class PagePool {
 
 template <typename Visit>
 void PagePool::for_each(const PageList& list, Visit visit) const {
-    for (int32_t i = 0; i < list.count && i < PageList::kInline; ++i) visit(i, list.inline_ids[i]);
+    for (int32_t i = 0; i < list.count && i < PageList::kInline; ++i) {
+        if (!visit(i, list.inline_ids[i])) return;
+    }
     int32_t chunk = list.first_chunk;
     for (int32_t i = PageList::kInline; i < list.count; ++i) {
-        const int32_t at = (i - PageList::kInline) & (kChunk - 1);
-        visit(i, chunks_[static_cast<std::size_t>(chunk) * kChunk + static_cast<std::size_t>(at)]);
+        const int32_t at = (i - PageList::kInline) % kChunk;
+        if (!visit(i, chunks_[static_cast<std::size_t>(chunk) * kChunk + static_cast<std::size_t>(at)])) return;
         if (at == kChunk - 1) chunk = chunk_next_[static_cast<std::size_t>(chunk)];
     }
+}
+
+inline void PagePool::attach(PageList& list, int32_t page) {
+    const auto at = [](int32_t i) { return static_cast<std::size_t>(i); };
+    const int32_t i = list.count;
+    if (i < PageList::kInline) {
+        list.inline_ids[i] = page;
+    } else {
+        const int32_t slot = (i - PageList::kInline) % kChunk;
+        if (slot == 0) {
+            const int32_t chunk = free_chunks_[at(--num_free_chunks_)];
+            if (i == PageList::kInline) {
+                list.first_chunk = chunk;
+            } else {
+                chunk_next_[at(list.last_chunk)] = chunk;
+                chunk_prev_[at(chunk)] = list.last_chunk;
+            }
+            list.last_chunk = chunk;
+        }
+        chunks_[at(list.last_chunk) * kChunk + at(slot)] = page;
+    }
+    list.last_page = page;
+    list.count = i + 1;
+}
+
+inline int32_t PagePool::take(PageList& list) {
+    const int32_t page = free_[static_cast<std::size_t>(num_free_ -= 1)];
+    attach(list, page);
+    return page;
 }
 
 }  // namespace branchline

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "branchline/buffer.hpp"
 #include "branchline/errors.hpp"
@@ -21,16 +23,17 @@ enum class Boundary : int32_t {
     copied,   // half a page, whose filled part each follower copies into its own first page
 };
 
-/// An immutable run of tokens with its pages. `refs` counts the branches and segments that go on from it.
+/// An immutable run of tokens with its pages. `refs` counts the branches and segments that go on from it, and the index.
 struct Segment {
     int32_t parent;
     int32_t refs;
     int32_t start;  // position of its first own token
     int32_t end;
-    int32_t lead;            // tokens before `start` that its first page holds as a copy
-    int32_t hard_above;      // hard boundaries in the chain above it
-    int32_t depth;           // segments in the chain, itself included
+    uint16_t lead;  // tokens before `start` that its first page holds as a copy
+    uint16_t tenant;
+    int32_t hard_above;  // hard boundaries in the chain above it
     Boundary boundary;
+    int32_t indexed;  // 1 while the prefix index holds it
     PageList pages;
 };
 
@@ -39,12 +42,14 @@ struct Branch {
     int32_t parent;
     int32_t start;   // position of the tail's first own token; the tokens before it are the parent's
     int32_t length;  // tokens in all; out of date while the branch is a row of a batch (see Batch)
-    int32_t lead;    // tokens before `start` that the tail's first page holds as a copy
+    uint16_t lead;   // tokens before `start` that the tail's first page holds as a copy
+    uint16_t tenant;
     uint32_t generation;  // odd while the branch lives
-    int32_t member;  // index among the batch's decode rows, or kNone
-    int32_t row;     // row of the batch's layout that holds its length, or kNone
-    int32_t queued;  // index among the queued prefill rows, or kNone
+    int32_t row;          // row of the batch's layout that holds its length, or kNone
+    int32_t member;       // index among the batch's decode rows, or kNone
+    int32_t queued;       // index among the queued prefill rows, or kNone
 };
+static_assert(sizeof(Segment) == 64 && sizeof(Branch) == 32);
 
 /// One page's filled part that must be copied before a step.
 struct PageCopy {
@@ -56,7 +61,12 @@ struct PageCopy {
 /// Owns all branches, segments and pages. Lengths of branches must be up to date when a member is called.
 class Tree {
   public:
-    Tree(int32_t num_pages, int32_t page_tokens, int32_t max_branches, int32_t max_levels);
+    static constexpr int32_t kTenants = 1 << 16;
+
+    Tree(int32_t num_pages, int32_t page_tokens, int32_t max_branches, int32_t max_levels, bool keep_used);
+
+    /// Where a table's generations begin (even). Each begins elsewhere, so that another one's handles are refused too.
+    static uint32_t draw_generation();
 
     /// Index of a live branch. Throws ReleasedHandleError.
     int32_t resolve(Handle handle) const;
@@ -66,11 +76,15 @@ class Tree {
 
     /// Throws OutOfBranchesError if there is no room for `count` more.
     void require_branches(int32_t count) const;
-    int32_t root();
+    int32_t root(int32_t tenant);
     /// Makes `count` children and calls emit(i, handle). All or none. Throws OutOfBranchesError.
     template <typename Emit>
     void fork(int32_t branch, int32_t count, Emit emit);
     void release(int32_t branch);
+    /// Gives up many that are in no batch. Checks all handles first (also for duplicates). `leave(branch)` is called for each
+    /// that is in the batch. Throws ReleasedHandleError.
+    template <typename Leave>
+    void release_many(const Handle* branches, int64_t count, Leave leave);
     /// Throws std::invalid_argument.
     void truncate(int32_t branch, int32_t num_tokens);
 
@@ -89,10 +103,28 @@ class Tree {
     /// Pages that the branch reads.
     int32_t count_pages(int32_t branch) const;
     void copy_pages(int32_t branch, int32_t* out) const;
-    int32_t depth(int32_t branch) const {
-        const int32_t parent = branches_[index(branch)].parent;
-        return parent == kNone ? 0 : segments_[index(parent)].depth;
+    /// Segments above the branch.
+    int32_t depth(int32_t branch) const;
+
+    /// Takes a page for the branch's tail.
+    int32_t take_page(int32_t branch) {
+        tenant_pages_[branches_[index(branch)].tenant] += 1;
+        return pool_.take(tails_[index(branch)]);
     }
+    int32_t tenant_pages(int32_t tenant) const { return tenant_pages_[index(tenant)]; }
+    void count_pages_of(int32_t tenant, int32_t change) { tenant_pages_[index(tenant)] += change; }
+
+    // For the prefix index.
+    /// Freezes the full pages of a tail that begins on a page of its own; the rest stays the tail.
+    void freeze_full_pages(int32_t branch);
+    /// Cuts a segment without lead after `pages` full pages: a new segment takes those, `segment` keeps the rest and what goes
+    /// on from it. Returns the new one.
+    int32_t split(int32_t segment, int32_t pages);
+    void hold(int32_t segment) { segments_[index(segment)].refs += 1; }
+    void drop(int32_t segment);
+    void set_indexed(int32_t segment, bool indexed) { segments_[index(segment)].indexed = indexed ? 1 : 0; }
+    /// Makes a branch that goes on from `segment` (which may be kNone).
+    int32_t open_on(int32_t segment, int32_t tenant);
     /// Pages of a segment that its followers read.
     int32_t pages_read(const Segment& segment) const {
         return segment.boundary == Boundary::copied ? stored(segment) / pool_.page_tokens() : segment.pages.count;
@@ -113,21 +145,27 @@ class Tree {
     int32_t max_branches() const { return static_cast<int32_t>(branches_.size()); }
     int32_t max_levels() const { return max_levels_; }
 
-    /// Throws CoreError that names the first broken invariant.
-    void check() const;
+    int64_t num_forks() const { return num_forks_; }
+
+    /// Throws CoreError that names the first broken invariant. `lent`: the page
+    /// lists of others, with their tenants.
+    void check(const std::vector<std::pair<const PageList*, int32_t>>& lent) const;
 
   private:
+    [[noreturn]] static void refuse(Handle handle);
     static std::size_t index(int32_t i) { return static_cast<std::size_t>(i); }
 
-    int32_t open_branch(int32_t parent, int32_t length);
+    int32_t open_branch(int32_t parent, int32_t length, int32_t tenant);
+    void close_branch(Branch& branch, int32_t i);
     void freeze(Branch& branch, int32_t i);
-    void drop(int32_t segment);
+    void freeze_tail(Branch& branch, int32_t i);
     void shorten(Branch& branch, int32_t i, int32_t num_tokens);
 
     PagePool pool_;
     int32_t max_levels_;
-    int32_t num_branches_ = 0;
-    int32_t num_segments_ = 0;
+    Gauge<int32_t> num_branches_;
+    Gauge<int32_t> num_segments_;
+    Gauge<int64_t> num_forks_;
     int32_t num_free_branches_;
     int32_t num_free_segments_;
     uint32_t first_generation_;
@@ -136,7 +174,23 @@ class Tree {
     Buffer<Segment> segments_;
     Buffer<int32_t> free_branches_;
     Buffer<int32_t> free_segments_;
+    Buffer<int32_t> tenant_pages_;
 };
+
+inline int32_t Tree::open_branch(int32_t parent, int32_t length, int32_t tenant) {
+    const int32_t i = free_branches_[index(--num_free_branches_)];
+    Branch& branch = branches_[index(i)];
+    branch.parent = parent;
+    branch.start = length;
+    branch.length = length;
+    branch.tenant = static_cast<uint16_t>(tenant);
+    branch.generation += 1;
+    return i;
+}
+
+inline void Tree::freeze(Branch& branch, int32_t i) {
+    if (branch.length > branch.start) freeze_tail(branch, i);
+}
 
 template <typename Emit>
 void Tree::fork(int32_t branch, int32_t count, Emit emit) {
@@ -146,19 +200,69 @@ void Tree::fork(int32_t branch, int32_t count, Emit emit) {
     freeze(parent, branch);
     const int32_t segment = parent.parent;
     const int32_t length = parent.length;
+    const int32_t tenant = parent.tenant;
     if (segment != kNone) segments_[index(segment)].refs += count;
-    for (int32_t i = 0; i < count; ++i) emit(i, handle_of(open_branch(segment, length)));
+    for (int32_t k = 0; k < count; ++k) {
+        const int32_t i = open_branch(segment, length, tenant);
+        emit(k, handle_of(i));
+    }
+    num_branches_ += count;
+    num_forks_ += count;
 }
 
-inline int32_t Tree::open_branch(int32_t parent, int32_t length) {
-    const int32_t i = free_branches_[index(--num_free_branches_)];
-    Branch& branch = branches_[index(i)];
-    branch.parent = parent;
-    branch.start = length;
-    branch.length = length;
-    branch.generation += 1;
-    ++num_branches_;
-    return i;
+template <typename Leave>
+void Tree::release_many(const Handle* branches, int64_t count, Leave leave) {
+    // Each branch that was seen gets its next generation at once, so that its second appearance doesn't resolve.
+    int64_t seen = 0;
+    try {
+        for (; seen < count; ++seen) branches_[index(resolve(branches[seen]))].generation += 1;
+    } catch (const ReleasedHandleError&) {
+        while (--seen >= 0) branches_[static_cast<uint32_t>(branches[seen])].generation -= 1;
+        throw;
+    }
+    // Neighbours mostly go on from one segment: give up their holds together.
+    int32_t held = kNone;
+    int32_t holds = 0;
+    const auto give_up = [&] {
+        if (held == kNone) return;
+        segments_[index(held)].refs -= holds - 1;
+        drop(held);
+    };
+    for (int64_t k = 0; k < count; ++k) {
+        const auto i = static_cast<int32_t>(static_cast<uint32_t>(branches[k]));
+        Branch& branch = branches_[index(i)];
+        if ((branch.member & branch.queued) != kNone) leave(i);
+        if (branch.parent != held) {
+            give_up();
+            held = branch.parent;
+            holds = 0;
+        }
+        ++holds;
+        close_branch(branch, i);
+    }
+    give_up();
+    num_branches_ -= static_cast<int32_t>(count);
+}
+
+/// Gives up the tail and the place. The generation must be the next (even) one already.
+inline void Tree::close_branch(Branch& branch, int32_t i) {
+    if (branch.length > branch.start) {
+        PageList& tail = tails_[index(i)];
+        tenant_pages_[branch.tenant] -= tail.count;
+        pool_.give_all(tail);
+        branch.lead = 0;
+    }
+    branch.parent = kNone;
+    branch.start = branch.length = 0;
+    // A place whose generations are used up is never taken again.
+    if (branch.generation != first_generation_) [[likely]] free_branches_[index(num_free_branches_++)] = i;
+}
+
+inline int32_t Tree::resolve(Handle handle) const {
+    const auto i = static_cast<uint32_t>(handle);
+    const auto generation = static_cast<uint32_t>(handle >> 32);
+    if (i >= branches_.size() || (generation & 1u) == 0 || branches_[i].generation != generation) [[unlikely]] refuse(handle);
+    return static_cast<int32_t>(i);
 }
 
 }  // namespace branchline
