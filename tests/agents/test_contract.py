@@ -8,8 +8,20 @@ from typing import Any
 
 import pytest
 from tests.agents.harness import Way, run, until
+from tests.agents.scripted_app import RemoteEngine
 
-from branchline.agents import Branch, BranchlineError, Message, SamplingParams, Session, SessionClosedError
+from branchline.agents import (
+    Branch,
+    BranchHandle,
+    BranchlineError,
+    ConnectError,
+    Message,
+    SamplingParams,
+    Session,
+    SessionClosedError,
+    connect,
+)
+from branchline.agents.testing import ScriptedEngine
 from branchline.engine.errors import (
     ContextLengthError,
     FailedBranchError,
@@ -18,6 +30,7 @@ from branchline.engine.errors import (
     ReleasedBranchError,
     UnknownBranchError,
 )
+from branchline.orchestrator.protocol import APP_NAME, ENGINE_DEPLOYMENT
 
 
 async def nothing_runs(way: Way) -> None:
@@ -513,5 +526,55 @@ def test_an_engine_that_goes_away_fails_all_that_waits(way: Way) -> None:
         with pytest.raises(BranchlineError):
             stream.branch.fork()
         await session.aclose()
+
+    run(main())
+
+
+# --- through Ray alone --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.serve
+def test_a_handle_opens_a_session_where_its_branch_lies(application: RemoteEngine) -> None:
+    async def main() -> None:
+        async with connect("serve:branchline") as owner:
+            branch = owner.context("a b")
+            handle = await branch.share()
+            assert handle.app == "branchline"
+            async with connect(handle) as guest:
+                assert guest.id != owner.id
+                assert (await guest.attach(handle).generate()).text == " heard 2 words, the last is b."
+            with pytest.raises(ConnectError, match=r"replica .* is gone"):
+                await connect(BranchHandle(handle.app, "nosuchreplica", handle.session, handle.branch))
+
+    run(main())
+
+
+@pytest.mark.serve
+def test_applications_that_do_not_run_are_refused(application: RemoteEngine) -> None:
+    async def main() -> None:
+        with pytest.raises(ConnectError, match="no Serve application 'nothing' runs"):
+            await connect("serve:nothing")
+
+    run(main())
+
+
+@pytest.mark.serve
+def test_a_deployment_handle_is_a_target(application: RemoteEngine) -> None:
+    from ray import serve
+
+    async def main() -> None:
+        async with connect(serve.get_deployment_handle(ENGINE_DEPLOYMENT, APP_NAME)) as session:
+            assert (await session.context("a").generate()).reason == "stop"
+            assert (await session.context("a").share()).app == APP_NAME
+
+    run(main())
+
+
+def test_a_handle_of_another_process_needs_a_server(engine: ScriptedEngine) -> None:
+    async def main() -> None:
+        async with connect(engine) as session:
+            branch = session.context("a")
+            with pytest.raises(ConnectError, match="engine in one process"):
+                await connect(await branch.share())
 
     run(main())

@@ -16,7 +16,7 @@ from branchline.agents.generation import Stream
 from branchline.agents.result import Result
 
 FRAMES_PER_S = 12
-TEXT_LINES = 2
+MOST_TEXT_LINES = 2
 
 
 class Steps:
@@ -121,4 +121,11 @@ class FanOutView:
     def _last_lines(self, text: str) -> list[Text]:
         width = max(self._console.width - 6, 20)
         lines = [line for part in text.strip().splitlines() for line in Text(part).wrap(self._console, width)]
-        return [Text(line.plain, no_wrap=True, overflow="crop") for line in lines[-TEXT_LINES:]] or [Text("…", style="dim")]
+        return [Text(line.plain, no_wrap=True, overflow="crop") for line in lines[-self._text_lines() :]] or [
+            Text("…", style="dim")
+        ]
+
+    def _text_lines(self) -> int:
+        """Lines of text a branch, so that the whole tree fits the terminal's height where it can."""
+        room = (self._console.height - 2) // max(len(self._questions), 1) - 1
+        return min(max(room, 1), MOST_TEXT_LINES)

@@ -142,6 +142,6 @@ def make_transport(target: str | DeploymentHandle[Any], *, client: str, replica:
         )
     try:
         handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, app)
-    except (RayError, RayServeException) as err:
+    except (RayError, RayServeException, KeyError) as err:
         raise ConnectError(f"{target!r}: no Serve application {app!r} runs here: {err}") from err
     return RayTransport(handle, client=client, replica=replica)
