@@ -132,6 +132,16 @@ def test_pings_keep_a_session_alive_and_silence_ends_it() -> None:
     run(main())
 
 
+def test_a_long_generation_in_process_keeps_its_session() -> None:
+    async def main() -> None:
+        with ScriptedEngine(lambda prompt: "word " * 120, step_s=0.02, session_timeout_s=1.5) as engine:
+            async with connect(engine) as session:
+                result = await session.context("a").generate()
+                assert (len(result.tokens), result.reason) == (121, "stop")
+
+    run(main())
+
+
 def test_a_refused_batch_fails_what_was_in_it_and_no_more() -> None:
     async def main() -> None:
         transport = HeldTransport()
@@ -272,6 +282,14 @@ def test_nothing_at_the_url_and_wrong_options_are_refused() -> None:
             await connect("http://127.0.0.1:9")
         with pytest.raises(InvalidParameterError, match="known are headers"):
             await connect("http://127.0.0.1:9", header={})
+
+    run(main())
+
+
+def test_an_application_needs_an_initialised_ray() -> None:
+    async def main() -> None:
+        with pytest.raises(ConnectError, match=r"Ray isn't initialised in this process: call ray\.init"):
+            await connect("serve:branchline")
 
     run(main())
 

@@ -8,6 +8,7 @@ from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 from rich.tree import Tree
@@ -35,7 +36,7 @@ class Steps:
         if self._console.is_terminal:
             columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
             self._progress = Progress(*columns, console=self._console, transient=True)
-            self._progress.add_task(text)
+            self._progress.add_task(escape(text))
             self._progress.start()
 
     def done(self) -> None:
@@ -48,7 +49,7 @@ class Steps:
             self._progress = None
         if self._text:
             seconds = time.perf_counter() - self._began
-            self._console.print(f"{mark} {self._text} [dim]{seconds:.1f} s[/dim]", highlight=False)
+            self._console.print(f"{mark} {escape(self._text)} [dim]{seconds:.1f} s[/dim]", highlight=False)
             self._text = ""
 
     def __enter__(self) -> Steps:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Protocol
 
@@ -67,7 +68,11 @@ class LocalTransport:
 
     async def events(self) -> AsyncIterator[EventBatch]:
         """Batches as the engine makes them. Raises EngineClosedError within a second after the engine was closed."""
+        touched = time.monotonic()
         while not self._closed:
+            if time.monotonic() - touched >= TOUCH_S:
+                self._engine.touch(self._session)
+                touched = time.monotonic()
             if not self._inbox:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(TOUCH_S):
@@ -81,8 +86,6 @@ class LocalTransport:
                 events = tuple(self._inbox[:count])
                 del self._inbox[:count]
                 yield EventBatch(self._session, events)
-            elif not self._closed:
-                self._engine.touch(self._session)
 
     async def stats(self) -> EngineStats:
         """The engine's counters."""
