@@ -265,6 +265,15 @@ def test_release_stops_within_two_steps(client: Recorder) -> None:
     assert (stats.running, stats.branches) == (0, 0)
 
 
+def test_release_ends_generations_that_wait(client: Recorder) -> None:
+    branch = client.context(PROMPT)
+    running = client.generate(branch, max_tokens=2000, ignore_eos=True)
+    waiting = client.generate(branch, max_tokens=5)
+    client.wait(Delta, lambda delta: delta.request == running)
+    client.send(Release((branch,)))
+    assert {client.output(request).reason for request in (running, waiting)} == {"cancelled"}
+
+
 def test_closing_a_session_frees_everything_in_any_state(engine: Engine) -> None:
     for state in range(6):
         client = Recorder(engine)

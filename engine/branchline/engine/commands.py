@@ -183,7 +183,7 @@ class CommandRunner:
         waiting = [queued for queued in branch.queue if isinstance(queued, Generate)]
         for queued in waiting:
             branch.queue.remove(queued)
-            emit(session, Finished(branch.id, queued.request, "cancelled", Usage(0, 0, 0), Timing(0.0, 0.0, 0.0)))
+            emit_cancelled(branch, queued)
         if branch.work is not None and branch.work.generation is not None:
             self._stop_work(branch.work)
         self.touch(branch)
@@ -209,7 +209,9 @@ class CommandRunner:
             )
         while len(branch.queue) > kept:
             queued = branch.queue.pop()
-            if isinstance(queued, Generate | Inspect):
+            if isinstance(queued, Generate):
+                emit_cancelled(branch, queued)
+            elif isinstance(queued, Inspect):
                 emit_failed(session, branch_id, self._released_error(branch_id), queued.request)
         if kept == 0 and branch.work is not None:
             self._stop_work(branch.work)
@@ -453,6 +455,11 @@ def emit(session: Session, event: Event) -> None:
     """Put an event into the session's next batch; a closed session gets none."""
     if not session.closed:
         session.outbox.append(event)
+
+
+def emit_cancelled(branch: Branch, command: Generate) -> None:
+    """End a generation that hadn't begun."""
+    emit(branch.session, Finished(branch.id, command.request, "cancelled", Usage(0, 0, 0), Timing(0.0, 0.0, 0.0)))
 
 
 def emit_failed(session: Session, branch_id: int, err: BranchlineError, request: int | None = None) -> None:
