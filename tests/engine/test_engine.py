@@ -448,7 +448,10 @@ def test_more_work_than_memory_waits_for_its_turn(tiny_model: Path) -> None:
             assert len(client.output(i).tokens) == 60
             client.send(Release((i,)))
         ended = [event.request for event in client.events if isinstance(event, Finished) and event.reason == "length"]
-        assert ended == kept
+        assert set(kept) <= set(ended)
+        # At most six fit at once, so one that came eight later can't have ended earlier.
+        order = {request: place for place, request in enumerate(ended)}
+        assert all(order[i] < order[j] for i in kept for j in kept if j - i >= 8)
         engine.close_session(client.session)
         assert_empty(engine)
 

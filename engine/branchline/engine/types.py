@@ -175,7 +175,8 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel", tag_field="op", forbid_u
 
 class Release(msgspec.Struct, frozen=True, tag="release", tag_field="op", forbid_unknown_fields=True):
     """Give up branches: whatever runs on them is stopped and their own pages return. Children live on. Out of order like
-    `Cancel`: a generation on them, also one that waits, ends as cancelled. Releasing a branch twice, or one that never was, is an error on that branch and touches no other."""
+    `Cancel`: a generation on them, also one that waits, ends as cancelled. Releasing a branch twice, or one that never was,
+    is an error on that branch and touches no other."""
 
     branches: tuple[int, ...]
 
