@@ -1,0 +1,73 @@
+"""The compiled CPU kernels. Calls release the GIL; arrays must be C-contiguous."""
+
+from collections.abc import Sequence
+from typing import Literal, final
+
+import numpy as np
+import numpy.typing as npt
+
+def isa() -> str:
+    """The instruction set that the kernels use: the best that the machine has, or what BRANCHLINE_ISA names.
+
+    Raises ValueError if that names one that is unknown or that the machine lacks.
+    """
+
+def available_isas() -> list[str]:
+    """What this machine has, least demanding first: `baseline`, then `avx2`, `avx512` (with VNNI) or `dotprod`."""
+
+@final
+class ThreadPool:
+    """Threads that the kernels share. One that is idle sleeps after about 50 µs."""
+
+    def __init__(self, num_threads: int) -> None:
+        """Starts num_threads - 1 threads; the caller of a kernel is the last. Raises ValueError unless it is 1 to 1024."""
+
+    @property
+    def num_threads(self) -> int: ...
+
+@final
+class Matrix:
+    """Weights [rows, cols], packed once for the kernels. Immutable."""
+
+    @staticmethod
+    def pack(format: str, parts: Sequence[npt.NDArray[np.uint8]], cols: int, interleave_halves: bool = False) -> Matrix:
+        """Packs the bytes of whole rows, part below part, as a GGUF file has them. Copies.
+
+        `format`: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K.
+        `interleave_halves`: the two parts are gate and up of one layer, for the epilogue `silu_gate`. Rows keep their numbers.
+        Raises ValueError on another format or on sizes that don't fit, with the numbers.
+        """
+
+    def multiply(
+        self,
+        x: npt.NDArray[np.float32],
+        pool: ThreadPool,
+        *,
+        epilogue: Literal["store", "add", "silu_gate"] = "store",
+        onto: npt.NDArray[np.float32] | None = None,
+        precision: Literal["int8", "exact"] | None = None,
+        isa: str | None = None,
+    ) -> npt.NDArray[np.float32]:
+        """x [N, cols] times the transposed weights, as [N, rows].
+
+        `epilogue`: `add` returns onto + product; `silu_gate` silu(gate) * up with rows / 2 columns.
+        `precision` of x: `int8` (default for quantised weights) rounds each 32 columns to max|x| / 127, `exact` (default for
+        the others) doesn't round. A row of the result depends on its own row of x alone, bit for bit.
+        Raises ValueError on sizes or options that don't fit, with the numbers.
+        """
+
+    def dequantize(self) -> npt.NDArray[np.float32]:
+        """The weights [rows, cols] as the format's reference decoder gives them. A new array."""
+
+    def row(self, index: int) -> npt.NDArray[np.float32]:
+        """One row of that: the look-up of an embedding that is tied to the head. Raises ValueError if there is none."""
+
+    @property
+    def format(self) -> str: ...
+    @property
+    def rows(self) -> int: ...
+    @property
+    def cols(self) -> int: ...
+    @property
+    def nbytes(self) -> int:
+        """Memory of the packed weights."""
