@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -119,20 +120,13 @@ def test_sessions_go_to_the_quietest_replica_and_stay_there() -> None:
 
 
 def test_the_gateway_keeps_a_session_alive_while_its_stream_is_read() -> None:
-    with local_gateway(config=EngineConfig(session_timeout_s=0.4), heartbeat_s=0.1) as quick:
+    with local_gateway(config=EngineConfig(session_timeout_s=2.0), heartbeat_s=0.2) as quick:
         session = opened(quick)
         with streaming(quick, session) as events:
             send(quick, session, {"op": "context", "branch": 0, "content": {"type": "text", "text": "x"}})
             assert next(events)["ev"] == "ready"
-            wait_for(lambda: quick.engine.stats().branches == 0 or _slept(1.2))
+            time.sleep(4.5)
             assert quick.engine.stats().branches == 1
         unread = opened(quick)
-        wait_for(lambda: quick.engine.stats().sessions == 1, 3)
+        wait_for(lambda: quick.engine.stats().sessions == 1)
         assert send(quick, unread).status_code == 404
-
-
-def _slept(seconds: float) -> bool:
-    import time
-
-    time.sleep(seconds)
-    return True

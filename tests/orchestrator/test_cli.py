@@ -131,7 +131,7 @@ def test_serve_starts_answers_and_ends_cleanly(tiny_model: Path) -> None:
     )  # fmt: skip
     try:
         body = {"model": "tiny", "prompt": "abc", "max_tokens": 4, "temperature": 0}
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 200
         while True:
             try:
                 answer = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json=body, timeout=20)
@@ -147,10 +147,11 @@ def test_serve_starts_answers_and_ends_cleanly(tiny_model: Path) -> None:
         assert children
         time.sleep(1.0)  # until it has printed where it serves
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=60)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
     assert process.returncode == 0, output
     assert f"http://127.0.0.1:{port}/v1" in output
     assert "Traceback" not in output

@@ -5,8 +5,10 @@ serve run branchline.orchestrator.app:build port=8000 …      or import_path an
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import socket
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[str], None]
 SERVE_LOGGER: Final = "ray.serve"
+LOOPBACK: Final = "127.0.0.1"
+PORTS_TRIED: Final = 50
 RAY_ENVIRONMENT: Final = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Handle calls by gRPC instead of Ray's object store: half the latency, and a replica learns at once when the process
@@ -100,18 +104,31 @@ def _init_ray(config: ServeConfig) -> tuple[str | None, bool]:
 
     if ray.is_initialized():
         return None, False
-    context = ray.init(
-        # An engine takes one; the rest is for agents.
-        num_cpus=(os.cpu_count() or 1) + config.num_replicas,
-        include_dashboard=config.dashboard,
-        dashboard_host="127.0.0.1",
-        dashboard_port=config.dashboard_port,
-        log_to_driver=config.verbose,
-        logging_level=logging.INFO if config.verbose else logging.ERROR,
-        configure_logging=True,
-        namespace=APP_NAME,
-    )
+    try:
+        context = ray.init(
+            # An engine takes one; the rest is for agents.
+            num_cpus=(os.cpu_count() or 1) + config.num_replicas,
+            include_dashboard=config.dashboard,
+            dashboard_host=LOOPBACK,
+            dashboard_port=_free_port(config.dashboard_port),
+            log_to_driver=config.verbose,
+            logging_level=logging.INFO if config.verbose else logging.ERROR,
+            namespace=APP_NAME,
+        )
+    except (OSError, RuntimeError, ValueError) as err:
+        raise EngineError(f"Ray did not start: {err}") from err
     return (f"http://{context.dashboard_url}" if context.dashboard_url else None), True
+
+
+def _free_port(first: int) -> int:
+    """The first port from `first` on that nobody listens on; `first` if there is none near: Ray's error then tells."""
+    for port in range(first, min(first + PORTS_TRIED, 65536)):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with contextlib.suppress(OSError):
+                probe.bind((LOOPBACK, port))
+                return port
+    return first
 
 
 def _deploy(config: ServeConfig) -> None:
@@ -133,4 +150,5 @@ def _deploy(config: ServeConfig) -> None:
             info = read_start_error(text)
             if info is not None:
                 raise from_wire(info.code, info.message, info.param) from None
-        raise EngineError(f"the application did not start: {err}") from err
+        causes = [line for text in texts[1:] for line in text.strip().splitlines()[-1:]]
+        raise EngineError(f"the application did not start: {'; '.join(causes) or err}") from err

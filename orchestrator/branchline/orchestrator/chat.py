@@ -9,7 +9,7 @@ from typing import Final
 from rich.console import Console
 from rich.markup import escape
 
-from branchline.agents import Branch, ConnectError, Message, Session, connect
+from branchline.agents import Branch, Message, Session, connect
 from branchline.engine.errors import BranchlineError
 
 MAX_FORKS: Final = 16
@@ -25,12 +25,9 @@ async def run_chat(
 ) -> None:
     """Talk until the input ends. Raises ConnectError when nothing answers at `url`."""
     out = console or Console(highlight=False)
-    try:
-        async with connect(url, client="chat") as session:
-            out.print(f"{session.info.name} at {url}. /help tells what else there is.", style="dim")
-            await Chat(session, out, system=system, temperature=temperature, max_tokens=max_tokens).run()
-    except ConnectError as err:
-        raise ConnectError(f"{err.message}; start a server with `branchline serve`") from err
+    async with connect(url, client="chat") as session:
+        out.print(f"{session.info.name} at {url}. /help tells what else there is.", style="dim")
+        await Chat(session, out, system=system, temperature=temperature, max_tokens=max_tokens).run()
 
 
 class Chat:

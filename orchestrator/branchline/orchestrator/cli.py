@@ -217,6 +217,6 @@ def _card(config: ServeConfig, running: Running) -> Any:
     table.add_row("branch API", f"{running.base_url}/sessions")
     table.add_row("chat", f"branchline chat --url {running.base_url.removesuffix('/v1')}")
     if running.dashboard_url is not None:
-        table.add_row("Ray dashboard", running.dashboard_url)
+        table.add_row("Ray dashboard", f"{running.dashboard_url}/#/serve  (asks for what `ray get-auth-token` prints)")
     table.add_row("stop", "Ctrl-C")
     return Panel(table, title="Branchline serves", expand=False)
