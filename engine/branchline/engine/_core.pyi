@@ -227,6 +227,9 @@ class BranchTree:
         """Verify every invariant: free + held = total, each page has one owner, each count equals its holders. Raises
         CoreError that says which failed."""
 
+def copy_bytes(dst: npt.NDArray[np.uint8], src: npt.NDArray[np.uint8]) -> None:
+    """Copy bytes past the caches where the machine can. Both one-dimensional, contiguous, of one size, not overlapping."""
+
 def copy_pages(pool: object, src: npt.NDArray[np.int32], dst: npt.NDArray[np.int32], tokens: npt.NDArray[np.int32]) -> int:
     """Copy the first `tokens[i]` tokens of page `src[i]` to page `dst[i]`, past the caches where the machine can.
 

@@ -24,7 +24,7 @@ using HandlesArg = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::de
 
 /// A new array that owns a copy of `values`.
 IntVector owned(const std::vector<int32_t>& values) {
-    auto data = std::make_unique<int32_t[]>(values.size());
+    auto data = std::make_unique_for_overwrite<int32_t[]>(values.size());
     std::copy(values.begin(), values.end(), data.get());
     nb::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
     return IntVector(data.release(), {values.size()}, owner);
@@ -33,7 +33,7 @@ IntVector owned(const std::vector<int32_t>& values) {
 /// A new array of handles that `fill` writes. It must not throw.
 template <typename Fill>
 HandleVector new_handles(int64_t count, Fill fill) {
-    auto data = std::make_unique<Handle[]>(static_cast<std::size_t>(count));
+    auto data = std::make_unique_for_overwrite<Handle[]>(static_cast<std::size_t>(count));
     nb::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<Handle*>(p); });
     Handle* const out = data.release();
     fill(out);
@@ -111,6 +111,16 @@ std::tuple<IntVector, IntVector, IntVector, IntVector> level_views(nb::handle se
     const int32_t groups = level.num_groups;
     return {view(self, level.qo_indptr, groups + 1), view(self, level.kv_indptr, groups + 1),
             view(self, level.kv_indices, level.num_indices), view(self, level.last_page_len, groups)};
+}
+
+void copy_array(nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> dst,
+                const nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>& src) {
+    if (dst.shape(0) != src.shape(0)) {
+        throw std::invalid_argument("dst has " + std::to_string(dst.shape(0)) + " bytes, src " + std::to_string(src.shape(0)) +
+                                    ": expected as many");
+    }
+    copy_past_caches(reinterpret_cast<char*>(dst.data()), reinterpret_cast<const char*>(src.data()),
+                     static_cast<int64_t>(src.shape(0)));
 }
 
 /// Makes the exception classes and translates the core's errors to them.
@@ -256,6 +266,7 @@ NB_MODULE(_core, m) {
 
     m.def("copy_pages", &copy_pool_pages, nb::arg("pool").noconvert(), nb::arg("src").noconvert(), nb::arg("dst").noconvert(),
           nb::arg("tokens").noconvert(), "Copy the filled tokens of pages.");
+    m.def("copy_bytes", &copy_array, nb::arg("dst").noconvert(), nb::arg("src").noconvert(), "Copy past the caches.");
 }
 
 }  // namespace branchline

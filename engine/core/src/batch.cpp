@@ -1,5 +1,6 @@
 #include "branchline/batch.hpp"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
@@ -192,9 +193,7 @@ void Batch::advance() {
     int32_t full = 0;
     for (int32_t r = 0; r < rows; ++r) full += fill[r] == page_tokens ? 1 : 0;
     if (full > 0) {
-        if (table_width_ > 0) {
-            for (int32_t r = 0; r < rows; ++r) require_width(int64_t{row_length_[at(r)]} + 1);
-        }
+        if (table_width_ > 0) require_width(int64_t{longest_} + 1);
         require_pages(full, "the step");
         cross(full);
     }
@@ -212,6 +211,7 @@ void Batch::advance() {
         length[r] += 1;
     }
     copy_ints(last_out, table_width_ > 0 ? length : fill, rows);
+    longest_ += 1;
     const int32_t* __restrict const slot = row_slot_.data();
     const int32_t* __restrict const next = next_tokens_.data();
     int32_t* __restrict const store = tree_.pool().tokens();
@@ -332,7 +332,9 @@ void Batch::lay_out() {
 /// Fills the table's rows.
 void Batch::lay_out_table() {
     const int32_t page_tokens = tree_.pool().page_tokens();
+    longest_ = 0;
     for (int32_t r = 0; r < num_rows_; ++r) {
+        longest_ = std::max(longest_, row_length_[at(r)]);
         const int32_t branch = row_branch_[at(r)];
         tree_.copy_pages(branch, table_.data() + at(r) * at(table_width_));
         row_pages_[at(r)] = (row_length_[at(r)] - 1) / page_tokens + 1;

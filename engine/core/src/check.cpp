@@ -127,8 +127,8 @@ void Tree::check(const std::vector<std::pair<const PageList*, int32_t>>& lent) c
     for (int32_t i = 0; i < max_branches(); ++i) {
         const Branch& branch = branches_[index(i)];
         if ((branch.generation & 1u) == 0) {
-            require(tails_[index(i)].count == 0 && branch.lead == 0 && branch.parent == kNone && branch.member == kNone &&
-                        branch.queued == kNone && branch.row == kNone,
+            require(tails_[index(i)].count == 0 && branch.lead == 0 && branch.member == kNone && branch.queued == kNone &&
+                        branch.row == kNone,
                     "free branch", i, "holds something");
             continue;
         }

@@ -147,6 +147,15 @@ void LevelPlanner::fill_up(int32_t s, int32_t pages, int32_t* end) const {
     }
 }
 
+/// `fill_up` at the beginning of the arena, unless it begins so already.
+void LevelPlanner::fill_first(int32_t s, int32_t pages) {
+    if (pages > 0 && s == first_segment_ && pages == first_pages_ && tree_.segments_version() == first_version_) return;
+    fill_up(s, pages, kv_indices_.data() + pages);
+    first_segment_ = s;
+    first_pages_ = pages;
+    first_version_ = tree_.segments_version();
+}
+
 void LevelPlanner::build(const int32_t* branches, int32_t count, const int32_t* row_indptr) {
     row_indptr_ = row_indptr;
     num_levels_ = 1;
@@ -168,7 +177,13 @@ void LevelPlanner::build(const int32_t* branches, int32_t count, const int32_t* 
         level.kv_indices = ids;
         for (int32_t g = 0; g < level.num_groups; ++g) {
             const int32_t s = group_segment_[at(l) * stride_ + at(g)];
-            if (s != kNone) fill_up(s, level.kv_indptr[g + 1] - level.kv_indptr[g], ids + level.kv_indptr[g + 1]);
+            if (s == kNone) continue;
+            const int32_t pages = level.kv_indptr[g + 1] - level.kv_indptr[g];
+            if (l == 0 && level.kv_indptr[g] == 0) {
+                fill_first(s, pages);
+            } else {
+                fill_up(s, pages, ids + level.kv_indptr[g + 1]);
+            }
         }
         level.num_indices = level.kv_indptr[level.num_groups];
         ids += level.num_indices;
@@ -187,7 +202,11 @@ void LevelPlanner::build(const int32_t* branches, int32_t count, const int32_t* 
             const Visit& above = visits_[at(branch.parent)];
             pending = above.kept != 0 ? 0 : above.pending;
         }
-        fill_up(branch.parent, pending, ids + end + pending);
+        if (ids == kv_indices_.data() && end == 0) {
+            fill_first(branch.parent, pending);
+        } else {
+            fill_up(branch.parent, pending, ids + end + pending);
+        }
         tree_.pool().copy_ids(tail, tail.count, ids + end + pending);
         end += pending + tail.count;
         level.qo_indptr[r + 1] = row_indptr[r + 1];

@@ -6,7 +6,16 @@
 namespace branchline {
 
 namespace {
+
 std::size_t at(int32_t i) { return static_cast<std::size_t>(i); }
+
+/// Copies a whole chunk, however many of its numbers count: a few vector moves instead of a loop. The stacks have kChunk
+/// entries more than they need, so that this stays inside them.
+template <int32_t Count>
+void copy_ids_wide(int32_t* out, const int32_t* in) {
+    std::memcpy(out, in, sizeof(int32_t) * at(Count));
+}
+
 }  // namespace
 
 PagePool::PagePool(int32_t num_pages, int32_t page_tokens, bool keep_used)
@@ -16,8 +25,8 @@ PagePool::PagePool(int32_t num_pages, int32_t page_tokens, bool keep_used)
       num_free_(num_pages),
       num_used_(0),
       num_free_chunks_(num_pages / (PageList::kInline + 1) + 1),
-      free_(at(num_pages)),
-      used_(at(keep_used ? num_pages : 0)),
+      free_(at(num_pages) + kChunk),
+      used_(keep_used ? at(num_pages) + kChunk : 0),
       tokens_(at(num_pages) * at(page_tokens)),
       chunks_(at(num_free_chunks_) * kChunk),
       chunk_next_(at(num_free_chunks_)),
@@ -29,24 +38,22 @@ PagePool::PagePool(int32_t num_pages, int32_t page_tokens, bool keep_used)
 }
 
 void PagePool::take_many(PageList& list, int32_t count) {
+    list.count = count;
+    if (count == 0) return;
     const int32_t* ids = free_.data() + (num_free_ -= count);
-    const int32_t head = std::min(count, PageList::kInline);
-    for (int32_t i = 0; i < head; ++i) list.inline_ids[i] = ids[i];
-    for (int32_t done = head; done < count; done += kChunk) {
+    list.last_page = ids[count - 1];
+    copy_ids_wide<PageList::kInline>(list.inline_ids, ids);
+    for (int32_t done = PageList::kInline; done < count; done += kChunk) {
         const int32_t chunk = free_chunks_[at(--num_free_chunks_)];
-        if (done == head) {
+        if (done == PageList::kInline) {
             list.first_chunk = chunk;
         } else {
             chunk_next_[at(list.last_chunk)] = chunk;
             chunk_prev_[at(chunk)] = list.last_chunk;
         }
         list.last_chunk = chunk;
-        const int32_t run = std::min(count - done, kChunk);
-        int32_t* const out = chunks_.data() + at(chunk) * kChunk;
-        for (int32_t i = 0; i < run; ++i) out[i] = ids[done + i];
+        copy_ids_wide<kChunk>(chunks_.data() + at(chunk) * kChunk, ids + done);
     }
-    list.count = count;
-    if (count > 0) list.last_page = ids[count - 1];
 }
 
 void PagePool::give(int32_t page) {
@@ -86,14 +93,17 @@ void PagePool::free_chunks_of(const PageList& list) {
 }
 
 void PagePool::give_all(PageList& list) {
-    if (keep_used_) {
-        copy_ids(list, list.count, used_.data() + num_used_);
-        num_used_ += list.count;
-    } else {
-        copy_ids(list, list.count, free_.data() + num_free_);
-        num_free_ += list.count;
+    Gauge<int32_t>& top = keep_used_ ? num_used_ : num_free_;
+    int32_t* out = (keep_used_ ? used_ : free_).data() + top;
+    const int32_t count = list.count;
+    copy_ids_wide<PageList::kInline>(out, list.inline_ids);
+    int32_t chunk = list.first_chunk;
+    for (int32_t done = PageList::kInline; done < count; done += kChunk) {
+        copy_ids_wide<kChunk>(out + done, chunks_.data() + at(chunk) * kChunk);
+        free_chunks_[at(num_free_chunks_++)] = chunk;
+        if (done + kChunk < count) chunk = chunk_next_[at(chunk)];
     }
-    free_chunks_of(list);
+    top += count;
     list.count = 0;
 }
 

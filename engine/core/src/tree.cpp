@@ -104,6 +104,7 @@ void Tree::thaw(int32_t i) {
     branch.lead = segment.lead;
     tails_[index(i)] = segment.pages;
     segment.refs = 0;
+    ++segments_version_;
     free_segments_[index(num_free_segments_++)] = s;
     num_segments_ -= 1;
 }
@@ -113,6 +114,7 @@ void Tree::drop(int32_t s) {
         Segment& segment = segments_[index(s)];
         if (--segment.refs > 0) return;
         tenant_pages_[segment.tenant] -= segment.pages.count;
+        ++segments_version_;
         pool_.give_all(segment.pages);
         free_segments_[index(num_free_segments_++)] = s;
         num_segments_ -= 1;
@@ -124,9 +126,17 @@ void Tree::release(int32_t i) {
     Branch& branch = branches_[index(i)];
     const int32_t parent = branch.parent;
     branch.generation += 1;
-    close_branch(branch, i);
+    if (branch.length > branch.start) give_tail(branch, i);
+    if (branch.generation != first_generation_) [[likely]] free_branches_[index(num_free_branches_++)] = i;
     drop(parent);
     num_branches_ -= 1;
+}
+
+void Tree::give_tail(Branch& branch, int32_t i) {
+    PageList& tail = tails_[index(i)];
+    tenant_pages_[branch.tenant] -= tail.count;
+    pool_.give_all(tail);
+    branch.lead = 0;
 }
 
 void Tree::freeze_full_pages(int32_t i) {
@@ -154,6 +164,7 @@ int32_t Tree::split(int32_t s, int32_t pages) {
     upper.indexed = 0;
     upper.pages.count = 0;
     pool_.split(lower.pages, pages, upper.pages);
+    ++segments_version_;
     lower.parent = u;
     lower.start = upper.end;
     return u;

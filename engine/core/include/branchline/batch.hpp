@@ -111,6 +111,7 @@ class Batch {
     int32_t num_tokens_ = 0;
     int32_t num_rows_ = 0;
     int32_t num_copies_ = 0;
+    int32_t longest_ = 0;  // length of the table's longest row
     Gauge<int64_t> num_steps_;
     Gauge<int64_t> num_step_tokens_;
     Gauge<int64_t> num_all_copies_;

@@ -56,6 +56,7 @@ class LevelPlanner {
     void decide(int32_t segment);
     void add_group(int32_t level, int32_t segment);
     void fill_up(int32_t segment, int32_t pages, int32_t* end) const;
+    void fill_first(int32_t segment, int32_t pages);
 
     const Tree& tree_;
     int32_t level_cost_pages_;
@@ -64,6 +65,10 @@ class LevelPlanner {
     int32_t num_visited_ = 0;
     int32_t num_levels_ = 1;
     const int32_t* row_indptr_ = nullptr;
+    // What the arena begins with: mostly the prefix that all share, which needn't be written again.
+    int32_t first_segment_ = kNone;
+    int32_t first_pages_ = 0;
+    uint32_t first_version_ = 0;
     std::size_t stride_;
     Buffer<Visit> visits_;      // by segment
     Buffer<int32_t> preorder_;  // segments

@@ -78,8 +78,8 @@ class PagePool {
     Gauge<int32_t> num_free_;
     Gauge<int32_t> num_used_;
     int32_t num_free_chunks_;
-    Buffer<int32_t> free_;    // a stack; what lies above its top is scratch
-    Buffer<int32_t> used_;    // a stack
+    Buffer<int32_t> free_;    // a stack with kChunk entries to spare; what lies above its top is scratch
+    Buffer<int32_t> used_;    // the same
     Buffer<int32_t> tokens_;  // [num_pages, page_tokens]
     Buffer<int32_t> chunks_;  // [chunks, kChunk]
     Buffer<int32_t> chunk_next_;

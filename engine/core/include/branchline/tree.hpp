@@ -37,7 +37,8 @@ struct Segment {
     PageList pages;
 };
 
-/// A pointer to a segment and a tail that grows. Free branches have an empty tail, lead 0 and are in no batch.
+/// A pointer to a segment and a tail that grows. Free branches have no pages, lead 0 and are in no
+/// batch; their other numbers mean nothing.
 struct Branch {
     int32_t parent;
     int32_t start;   // position of the tail's first own token; the tokens before it are the parent's
@@ -145,6 +146,8 @@ class Tree {
     int32_t max_branches() const { return static_cast<int32_t>(branches_.size()); }
     int32_t max_levels() const { return max_levels_; }
 
+    /// Changes whenever a segment's number may come to mean other pages.
+    uint32_t segments_version() const { return segments_version_; }
     int64_t num_forks() const { return num_forks_; }
 
     /// Throws CoreError that names the first broken invariant. `lent`: the page
@@ -156,7 +159,7 @@ class Tree {
     static std::size_t index(int32_t i) { return static_cast<std::size_t>(i); }
 
     int32_t open_branch(int32_t parent, int32_t length, int32_t tenant);
-    void close_branch(Branch& branch, int32_t i);
+    void give_tail(Branch& branch, int32_t i);
     void freeze(Branch& branch, int32_t i);
     void freeze_tail(Branch& branch, int32_t i);
     void shorten(Branch& branch, int32_t i, int32_t num_tokens);
@@ -169,6 +172,7 @@ class Tree {
     int32_t num_free_branches_;
     int32_t num_free_segments_;
     uint32_t first_generation_;
+    uint32_t segments_version_ = 0;
     Buffer<Branch> branches_;
     Buffer<PageList> tails_;
     Buffer<Segment> segments_;
@@ -213,12 +217,16 @@ void Tree::fork(int32_t branch, int32_t count, Emit emit) {
 template <typename Leave>
 void Tree::release_many(const Handle* branches, int64_t count, Leave leave) {
     // Each branch that was seen gets its next generation at once, so that its second appearance doesn't resolve.
-    int64_t seen = 0;
-    try {
-        for (; seen < count; ++seen) branches_[index(resolve(branches[seen]))].generation += 1;
-    } catch (const ReleasedHandleError&) {
-        while (--seen >= 0) branches_[static_cast<uint32_t>(branches[seen])].generation -= 1;
-        throw;
+    Branch* const table = branches_.data();
+    const std::size_t size = branches_.size();
+    for (int64_t k = 0; k < count; ++k) {
+        const auto i = static_cast<uint32_t>(branches[k]);
+        const auto generation = static_cast<uint32_t>(branches[k] >> 32);
+        if (i >= size || (generation & 1u) == 0 || table[i].generation != generation) [[unlikely]] {
+            for (int64_t seen = 0; seen < k; ++seen) table[static_cast<uint32_t>(branches[seen])].generation -= 1;
+            refuse(branches[k]);
+        }
+        table[i].generation = generation + 1;
     }
     // Neighbours mostly go on from one segment: give up their holds together.
     int32_t held = kNone;
@@ -228,34 +236,27 @@ void Tree::release_many(const Handle* branches, int64_t count, Leave leave) {
         segments_[index(held)].refs -= holds - 1;
         drop(held);
     };
+    int32_t* const free = free_branches_.data();
+    int32_t num_free = num_free_branches_;
+    const uint32_t used_up = first_generation_;
     for (int64_t k = 0; k < count; ++k) {
         const auto i = static_cast<int32_t>(static_cast<uint32_t>(branches[k]));
-        Branch& branch = branches_[index(i)];
+        Branch& branch = table[i];
         if ((branch.member & branch.queued) != kNone) leave(i);
+        if (branch.length > branch.start) give_tail(branch, i);
         if (branch.parent != held) {
             give_up();
             held = branch.parent;
             holds = 0;
         }
         ++holds;
-        close_branch(branch, i);
+        free[num_free] = i;
+        // A place whose generations are used up is never taken again.
+        num_free += branch.generation != used_up ? 1 : 0;
     }
     give_up();
+    num_free_branches_ = num_free;
     num_branches_ -= static_cast<int32_t>(count);
-}
-
-/// Gives up the tail and the place. The generation must be the next (even) one already.
-inline void Tree::close_branch(Branch& branch, int32_t i) {
-    if (branch.length > branch.start) {
-        PageList& tail = tails_[index(i)];
-        tenant_pages_[branch.tenant] -= tail.count;
-        pool_.give_all(tail);
-        branch.lead = 0;
-    }
-    branch.parent = kNone;
-    branch.start = branch.length = 0;
-    // A place whose generations are used up is never taken again.
-    if (branch.generation != first_generation_) [[likely]] free_branches_[index(num_free_branches_++)] = i;
 }
 
 inline int32_t Tree::resolve(Handle handle) const {
