@@ -175,7 +175,7 @@ def test_missing_and_corrupt_files_are_typed_errors(tmp_path: Path, monkeypatch:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     with pytest.raises(ModelNotFoundError, match="no such file"):
         load_tokenizer("gguf", tmp_path / "none.gguf")
-    (tmp_path / "bad.gguf").write_bytes(b"GGUF but not really, " * 20)
+    (tmp_path / "bad.gguf").write_bytes(b"GGUF\3\0\0\0" + b"and then not really, " * 20)
     with pytest.raises(CorruptModelError, match=r"bad\.gguf"):
         load_tokenizer("gguf", tmp_path / "bad.gguf")
     with pytest.raises(ModelNotFoundError, match=r"no tokenizer\.json"):

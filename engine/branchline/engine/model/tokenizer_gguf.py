@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from branchline.engine.errors import CorruptModelError, UnsupportedModelError
+from branchline.engine.model.gguf_file import GGUFFile
 
 log = logging.getLogger(__name__)
 
@@ -134,21 +135,16 @@ def _convert_gguf(file: Path) -> TokenizerRecord:
 
 def _gguf_metadata(file: Path) -> dict[str, Any]:
     """The metadata under "tokenizer.", by the last part of their names."""
-    from gguf import GGUFReader
-
     wanted = (
         "model", "pre", "tokens", "token_type", "add_bos_token", "chat_template",
         *(f"{name}_token_id" for name in ("bos", "eos", "eot", "eom", "unknown", "padding")),
     )  # fmt: skip
     found: dict[str, Any] = {}
-    try:
-        fields = GGUFReader(file).fields
-        for name in wanted:
-            field = fields.get(f"tokenizer.{name}" if name == "chat_template" else f"tokenizer.ggml.{name}")
-            if field is not None:
-                found[name] = field.contents()
-    except Exception as err:  # the reader raises whatever numpy raises on damaged bytes
-        raise CorruptModelError(f"{file}: not a readable GGUF file: {err}") from err
+    metadata = GGUFFile(file).metadata
+    for name in wanted:
+        key = f"tokenizer.{name}" if name == "chat_template" else f"tokenizer.ggml.{name}"
+        if key in metadata:
+            found[name] = metadata[key]
     if "model" not in found or "tokens" not in found:
         raise CorruptModelError(f"{file}: the GGUF file has no tokenizer (tokenizer.ggml.model, tokenizer.ggml.tokens)")
     return found
