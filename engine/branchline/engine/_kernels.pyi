@@ -5,6 +5,7 @@ from typing import Literal, final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 def isa() -> str:
     """The instruction set that the kernels use: the best that the machine has, or what BRANCHLINE_ISA names.
@@ -24,6 +25,63 @@ class ThreadPool:
 
     @property
     def num_threads(self) -> int: ...
+
+def attention_isas() -> list[str]:
+    """What `TreeAttention` is compiled for and this machine has, least demanding first: `available_isas()` and, where the
+    machine multiplies pairs of bfloat16, `avx512bf16`."""
+
+@final
+class TreeAttention:
+    """Attention over the branch tree, on the pages of one pool. See engine/kernels/include/branchline/kernels/attention.hpp
+    for the order of a page's bytes. Used by one thread."""
+
+    def __init__(
+        self,
+        *,
+        num_layers: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_tokens: int,
+        scale: float,
+        bfloat16: bool,
+        isa: str = "",
+    ) -> None:
+        """`bfloat16`: of K/V; else float32. `isa`: one of `attention_isas()`; "": the best that BRANCHLINE_ISA allows.
+
+        Raises ValueError on shapes that it can't take, with the numbers, and on an instruction set that isn't there.
+        """
+
+    @property
+    def isa(self) -> str: ...
+    @property
+    def page_bytes(self) -> int: ...
+    def plan(
+        self,
+        write_slots: npt.NDArray[np.int32],
+        row_indptr: npt.NDArray[np.int32],
+        levels: Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]],
+        num_pages: int,
+    ) -> None:
+        """Take a step's arrays (see `branchline.engine.step`); copies what it needs. Levels: (qo_indptr, kv_indptr,
+        kv_indices, last_page_len), root first. Raises ValueError if they contradict each other or name pages outside
+        [0, num_pages)."""
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        pool: torch.Tensor,
+        threads: ThreadPool,
+    ) -> None:
+        """Write the planned step's K/V of `layer` at its slots, then attend. Modifies `out` and the pool at those slots.
+
+        q, out [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim]: float32, each token contiguous. `pool`: all its
+        bytes, uint8. Raises ValueError on other sizes, with the numbers.
+        """
 
 @final
 class Matrix:

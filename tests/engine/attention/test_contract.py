@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from branchline.engine.attention.base import AttentionBackend
+from branchline.engine.attention.base import AttentionBackend, PagePool
 from branchline.engine.attention.find import backend_names, find_backend
 from branchline.engine.errors import ConfigError
 
-from .trees import PAGE_TOKENS, Row, Segment, build, new_kv, run, segment, spec_of
+from .trees import PAGE_TOKENS, Row, Segment, attach, build, new_kv, run, segment, spec_of
 
 EDGES = (1, 15, 16, 17, 31, 32, 33)
 
@@ -105,7 +108,7 @@ def test_new_kv_lands_at_its_slots_and_nowhere_else(backend: type[AttentionBacke
     spec = spec_of(num_layers=3)
     forest = build(spec, [segment(17, Row(15, 3), Row(4)), Row(0, 20)])
     before = forest.pool.data.clone()
-    instance = backend(spec, forest.pool)
+    instance = attach(backend, spec, forest)
     instance.plan(forest.step)
     layer = 1
     k, v = new_kv(forest, layer)
@@ -114,13 +117,43 @@ def test_new_kv_lands_at_its_slots_and_nowhere_else(backend: type[AttentionBacke
     for token, slot in enumerate(forest.step.write_slots.tolist()):
         expected[slot // PAGE_TOKENS, layer, 0, :, slot % PAGE_TOKENS] = k[token]
         expected[slot // PAGE_TOKENS, layer, 1, :, slot % PAGE_TOKENS] = v[token]
-    torch.testing.assert_close(forest.pool.data, expected, rtol=0, atol=0, equal_nan=True)
+    got = instance.read_pages(torch.arange(forest.pool.num_pages))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pages_read_as_they_were_written(backend: type[AttentionBackend], dtype: torch.dtype) -> None:
+    spec = spec_of(dtype=dtype)
+    pool = PagePool(spec, 6)
+    instance = backend(spec, pool)
+    pages = torch.tensor([4, 1])
+    content = torch.randn(2, *pool.data.shape[1:]).to(dtype)
+    instance.write_pages(pages, content)
+    assert torch.equal(instance.read_pages(pages), content)
+    assert not instance.read_pages(torch.tensor([0, 2, 3, 5])).any()
+
+
+def test_copied_pages_hold_at_least_the_filled_tokens(backend: type[AttentionBackend]) -> None:
+    spec = spec_of()
+    pool = PagePool(spec, 6)
+    instance = backend(spec, pool)
+    content = torch.randn(pool.data.shape)
+    instance.write_pages(torch.arange(6), content)
+    step = build(spec, [Row(0)]).step
+    sources, targets, filled = (np.array(values, np.int32) for values in ([1, 4], [0, 5], [3, 15]))
+    token_bytes = PagePool.page_bytes(spec) // PAGE_TOKENS
+    copied = instance.copy_pages(dataclasses.replace(step, copy_src=sources, copy_dst=targets, copy_tokens=filled))
+    assert 18 * token_bytes <= copied <= 32 * token_bytes
+    now = instance.read_pages(torch.arange(6))
+    assert torch.equal(now[0, :, :, :, :3], content[1, :, :, :, :3])
+    assert torch.equal(now[5, :, :, :, :15], content[4, :, :, :, :15])
+    assert torch.equal(now[1:5], content[1:5])
 
 
 def test_queries_keys_and_values_are_not_modified(backend: type[AttentionBackend]) -> None:
     spec = spec_of()
     forest = build(spec, [segment(17, Row(15), Row(4, 6))])
-    instance = backend(spec, forest.pool)
+    instance = attach(backend, spec, forest)
     instance.plan(forest.step)
     q = torch.randn(forest.num_tokens, spec.num_heads, spec.head_dim)
     k, v = new_kv(forest, 0)
@@ -137,8 +170,8 @@ def test_inputs_may_be_views_of_a_fused_projection(backend: type[AttentionBacken
     fused[:, 6:8], fused[:, 8:] = new_kv(forest, 0)
     outs = []
     views = torch.split(fused, [6, 2, 2], dim=1)
+    instance = attach(backend, spec, forest)
     for q, k, v in (views, [part.contiguous() for part in views]):
-        instance = backend(spec, forest.pool)
         instance.plan(forest.step)
         outs.append(instance.attend(0, q, k, v))
     torch.testing.assert_close(outs[0], outs[1])
@@ -149,7 +182,7 @@ def test_one_instance_takes_steps_of_any_shape_in_turn(backend: type[AttentionBa
     wide = build(spec, [segment(100, *(Row(i) for i in range(20)))], spare_pages=40)
     small = build(spec, [Row(0, 3)], beside=wide)
     deep = build(spec, [segment(17, segment(5, Row(4), Row(2, 9)), Row(60))], beside=wide)
-    instance = backend(spec, wide.pool)
+    instance = attach(backend, spec, wide)
     for forest in (wide, small, deep, wide, small):
         got, expected = run(backend, spec, forest, instance=instance)
         torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-4)

@@ -79,7 +79,7 @@ class Grove:
                 self.tree.prefill(branch, slot_of[branch], np.array(tokens, np.int32))
         num_tokens = self.tree.plan()
         step = step_of(self.tree, num_tokens)
-        self.pool.copy_filled(step)
+        self.backend.copy_pages(step)
         self.num_copies += len(step.copy_src)
         self.most_levels = max(self.most_levels, len(step.levels))
         self.backend.plan(step)

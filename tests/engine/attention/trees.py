@@ -193,6 +193,14 @@ def dense_row(spec: AttentionSpec, kv: torch.Tensor, q: torch.Tensor) -> torch.T
     return out
 
 
+def attach(backend: type[AttentionBackend], spec: AttentionSpec, forest: Forest) -> AttentionBackend:
+    """A backend over a forest's pool, with the pool's content in the backend's own order. Once a pool."""
+    content = forest.pool.data.clone()
+    instance = backend(spec, forest.pool)
+    instance.write_pages(torch.arange(forest.pool.num_pages), content)
+    return instance
+
+
 def run(
     backend: type[AttentionBackend],
     spec: AttentionSpec,
@@ -202,7 +210,7 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend in every layer. Returns (got, expected), [layers, T, heads, head_dim] each, float64."""
     generator = torch.Generator().manual_seed(seed)
-    instance = instance or backend(spec, forest.pool)
+    instance = instance or attach(backend, spec, forest)
     instance.plan(forest.step)
     got, expected = [], []
     for layer in range(spec.num_layers):

@@ -31,7 +31,9 @@ class PagePool:
     """The K/V memory of an engine: one allocation, page-major.
 
     `data` has shape [pages, layers, 2, kv_heads, page_tokens, head_dim] (2: K, then V), so that one page is one contiguous
-    block of bytes (a swap or a transfer is one copy) and a layer's view is FlashInfer's HND layout.
+    block of bytes (a swap or a transfer is one copy) and a layer's view is FlashInfer's HND layout. A backend may arrange the
+    elements of each [page_tokens, head_dim] in an order of its own: others read and write through `AttentionBackend.read_pages`
+    and `write_pages`.
     """
 
     def __init__(self, spec: AttentionSpec, num_pages: int) -> None:
@@ -97,6 +99,19 @@ class AttentionBackend(abc.ABC):
     def __init__(self, spec: AttentionSpec, pool: PagePool) -> None:
         self.spec = spec
         self.pool = pool
+
+    def copy_pages(self, step: Step) -> int:
+        """Do the step's copy-on-write list, of at least the filled tokens. Modifies the destination pages only. Called before
+        the step's `plan`. Returns bytes copied."""
+        return self.pool.copy_filled(step)
+
+    def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
+        """K/V of pages [n] int64, in the contract's order: a copy [n, layers, 2, kv_heads, page_tokens, head_dim]."""
+        return self.pool.data[pages]
+
+    def write_pages(self, pages: torch.Tensor, kv: torch.Tensor) -> None:
+        """The inverse of `read_pages`. Modifies the pages named, wholly, and nothing else."""
+        self.pool.data[pages] = kv
 
     @abc.abstractmethod
     def plan(self, step: Step) -> None:

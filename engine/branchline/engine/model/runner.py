@@ -130,7 +130,7 @@ class ModelRunner:
             [N, vocab_size] float32, the caller's own.
         """
         if len(step.copy_src):
-            self.copied_bytes += self._attention.pool.copy_filled(step)
+            self.copied_bytes += self._attention.copy_pages(step)
         self._attention.plan(step)
         return self._decoder.forward(
             self._tensor(step.token_ids), self._tensor(step.positions), self._attention, self._tensor(logit_tokens)

@@ -1,0 +1,110 @@
+"""Attention on the CPU: the compiled kernels of `_kernels.TreeAttention`, straight on the pages of K/V.
+
+The pool's bytes are laid out for the kernels: see `AttentionShape` in engine/kernels/include/branchline/kernels/attention.hpp.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from branchline.engine import _kernels
+from branchline.engine.attention.base import AttentionBackend, AttentionSpec, PagePool
+from branchline.engine.errors import ConfigError
+from branchline.engine.step import Step
+
+_BLOCK_TOKENS = 16
+
+
+class Backend(AttentionBackend):
+    """Tree attention over K/V in float32 or bfloat16. Queries, new K/V and results are computed with in float32.
+
+    A row's result depends on neither the number of threads nor the other rows of the step.
+    """
+
+    max_levels = 8
+
+    def __init__(
+        self, spec: AttentionSpec, pool: PagePool, *, threads: _kernels.ThreadPool | None = None, isa: str = ""
+    ) -> None:
+        """`threads`: None: as many as torch uses. `isa`: one of `_kernels.attention_isas()`; "": the machine's best.
+
+        Raises:
+            ConfigError: a dtype, head_dim or page_tokens that the kernels can't take.
+        """
+        super().__init__(spec, pool)
+        if spec.dtype not in (torch.float32, torch.bfloat16):
+            raise ConfigError(
+                f"attention = 'native' keeps K/V in float32 or bfloat16, not {str(spec.dtype).removeprefix('torch.')}: "
+                "choose another dtype, or attention = 'cpu'",
+                param="dtype",
+            )
+        try:
+            self._attention = _kernels.TreeAttention(
+                num_layers=spec.num_layers,
+                num_heads=spec.num_heads,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                page_tokens=spec.page_tokens,
+                scale=spec.scale,
+                bfloat16=spec.dtype == torch.bfloat16,
+                isa=isa,
+            )
+        except ValueError as err:
+            param = "page_tokens" if spec.page_tokens % _BLOCK_TOKENS else "attention"
+            raise ConfigError(f"attention = 'native': {err}; attention = 'cpu' takes any", param=param) from err
+        self._threads = threads or _kernels.ThreadPool(torch.get_num_threads())
+        self._bytes = pool.data.view(-1).view(torch.uint8)
+
+    @property
+    def isa(self) -> str:
+        """The instruction set in use."""
+        return self._attention.isa
+
+    def plan(self, step: Step) -> None:
+        levels = [(level.qo_indptr, level.kv_indptr, level.kv_indices, level.last_page_len) for level in step.levels]
+        self._attention.plan(step.write_slots, step.row_indptr, levels, self.pool.num_pages)
+
+    def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=torch.float32)
+        keys, values = _packed(k), _packed(v)
+        if keys.stride(0) != values.stride(0):
+            keys, values = keys.contiguous(), values.contiguous()
+        self._attention.attend(layer, _packed(q), keys, values, out, self._bytes, self._threads)
+        return out.to(q.dtype)
+
+    def copy_pages(self, step: Step) -> int:
+        """Copies whole pages: a page's keys lie token by token in the lanes, so that its filled part isn't one run of bytes."""
+        source, destination = (torch.from_numpy(pages).long() for pages in (step.copy_src, step.copy_dst))
+        self.pool.data[destination] = self.pool.data[source]
+        return len(source) * PagePool.page_bytes(self.spec)
+
+    def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
+        content = self.pool.data[pages]
+        keys, values = self._orders()
+        # keys: […, blocks, head_dim / width, 16, width]; values: […, blocks, 16 / width, head_dim, width]
+        keys_in_order = content[:, :, 0].reshape(-1, *keys).transpose(1, 2)
+        values_in_order = content[:, :, 1].reshape(-1, *values).transpose(2, 3)
+        shape = content[:, :, 0].shape
+        return torch.stack([keys_in_order.reshape(shape), values_in_order.reshape(shape)], dim=2)
+
+    def write_pages(self, pages: torch.Tensor, kv: torch.Tensor) -> None:
+        keys, values = self._orders()
+        own_keys = kv[:, :, 0].reshape(-1, keys[1], keys[0], keys[2]).transpose(1, 2)
+        own_values = kv[:, :, 1].reshape(-1, values[0], values[2], values[1]).transpose(2, 3)
+        shape = kv[:, :, 0].shape
+        self.pool.data[pages] = torch.stack([own_keys.reshape(shape), own_values.reshape(shape)], dim=2)
+
+    def _orders(self) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+        """Shapes of a block of K and of V: see `AttentionShape` in attention.hpp."""
+        width = 1 if self.spec.dtype == torch.float32 else 2
+        head_dim = self.spec.head_dim
+        return (head_dim // width, _BLOCK_TOKENS, width), (_BLOCK_TOKENS // width, head_dim, width)
+
+
+def _packed(vectors: torch.Tensor) -> torch.Tensor:
+    """[T, heads, head_dim] float32 with each token's vectors side by side."""
+    vectors = vectors.float()
+    _, heads, head_dim = vectors.shape
+    if vectors.stride(2) == 1 and (heads == 1 or vectors.stride(1) == head_dim):
+        return vectors
+    return vectors.contiguous()
