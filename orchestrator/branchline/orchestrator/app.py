@@ -68,6 +68,10 @@ def build_app(config: ServeConfig) -> Application:
 def start(config: ServeConfig, progress: Progress | None = None) -> Running:
     """Serve on the Ray that this process is connected to, or on a new local one. Returns when the application answers.
 
+    Args:
+        progress: called with a line of text before each part that takes seconds, first of all before Ray is started. What
+            it raises ends the start, and what was started is stopped.
+
     Raises ModelError, ConfigError, EngineError.
     """
     say = progress or (lambda _: None)

@@ -177,21 +177,31 @@ def _serve(config: ServeConfig) -> None:
     from branchline.orchestrator.app import start, stop
 
     console = Console(stderr=True)
+    status = console.status("starting")
     stopped = threading.Event()
+    running: Running | None = None
+    parts = 0
 
     def interrupt(number: int, _: Any) -> None:
         if stopped.is_set():  # asked twice: don't wait for the clean end
             sys.exit(128 + number)
         stopped.set()
-        if running is None:
+        # A Ray that is half started leaves processes behind when it's stopped: then `say` ends the start, a part later.
+        if running is None and parts > 1:
             raise KeyboardInterrupt
 
-    running: Running | None = None
+    def say(line: str) -> None:
+        nonlocal parts
+        parts += 1
+        status.update(f"{line} …")
+        if stopped.is_set():
+            raise KeyboardInterrupt
+
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, interrupt)
     try:
-        with console.status("starting") as status:
-            running = start(config, lambda line: status.update(f"{line} …"))
+        with status:
+            running = start(config, say)
     except KeyboardInterrupt:
         console.print("stopped before it was up")
         raise SystemExit(130) from None

@@ -15,7 +15,7 @@ from starlette.routing import Route
 
 from branchline.engine.errors import BranchlineError, EngineError, InvalidRequestError
 from branchline.orchestrator import protocol
-from branchline.orchestrator.errors import MethodNotAllowedError, PathNotFoundError, ReplicaUnavailableError
+from branchline.orchestrator.errors import MethodNotAllowedError, PathNotFoundError
 from branchline.orchestrator.gateway.asgi import RequestIds
 from branchline.orchestrator.gateway.backend import Backend
 from branchline.orchestrator.gateway.branches import Branches
@@ -24,6 +24,7 @@ from branchline.orchestrator.host import replica_of
 
 logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
+TRY_AGAIN = (429, 503)
 
 
 def build_asgi(backend: Backend, max_body_bytes: int, *, request_ids: bool = True) -> Starlette:
@@ -72,9 +73,7 @@ def build_asgi(backend: Backend, max_body_bytes: int, *, request_ids: bool = Tru
 
 async def _refuse(request: Request, err: Exception) -> Response:
     assert isinstance(err, BranchlineError)
-    headers = {}
-    if err.status == 429 or isinstance(err, ReplicaUnavailableError):
-        headers["retry-after"] = str(RETRY_AFTER_S)
+    headers = {"retry-after": str(RETRY_AFTER_S)} if err.status in TRY_AGAIN else {}
     body = protocol.encode_json(protocol.openai_error(err))
     return Response(body, status_code=err.status, media_type="application/json", headers=headers)
 
