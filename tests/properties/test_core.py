@@ -215,9 +215,9 @@ def one_of(driver: Driver, name: str, branch: int, draw: Callable[[int, int], in
         driver.prefill(branch, draw(0, driver.sizes.max_batch - 1), words(30))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_walks(seed: int) -> None:
-    driver = random_walk(seed, 600, verify_every=3)
+    driver = random_walk(seed, 2600, verify_every=9)
     driver.release_many(list(driver.pairs))
     driver.give_back(len(driver.leases))
     driver.evict(driver.core.num_pages)
