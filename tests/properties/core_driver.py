@@ -36,7 +36,7 @@ class Sizes:
             max_step_tokens=self.max_step_tokens,
             max_levels=self.max_levels,
             level_cost_pages=self.level_cost_pages,
-            table_width=self.num_pages if self.table else 0,
+            table_width=self.num_pages + 64 if self.table else 0,  # what passes it passes the pool too
             zero_used=self.zero_used,
         )
 
