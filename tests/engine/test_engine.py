@@ -57,9 +57,17 @@ def load(model: Path, **settings: Any) -> Engine:
     return Engine.load(EngineConfig.from_dict(base | settings))
 
 
-@pytest.fixture(scope="module", params=["cpu", "reference"])
+COMPUTED: dict[str, dict[str, Any]] = {
+    "native": {"compute": "native"},
+    "cpu": {"compute": "torch", "attention": "cpu"},
+    "reference": {"compute": "torch", "attention": "reference"},
+}
+
+
+@pytest.fixture(scope="module", params=COMPUTED)
 def engine(tiny_model: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
-    with load(tiny_model, attention=request.param) as engine:
+    with load(tiny_model, **COMPUTED[request.param]) as engine:
+        assert engine.info.attention == request.param
         yield engine
 
 

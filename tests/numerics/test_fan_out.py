@@ -30,7 +30,7 @@ QUESTIONS = [
 def test_forked_streams_equal_separate_runs(smollm2: str, characters: int, max_tokens: int) -> None:
     document = Message(role="system", content="Answer from this document.\n" + LICENSE.read_text()[:characters])
     asked = [Message(role="user", content=question) for question in QUESTIONS]
-    with Engine.load(EngineConfig(model=smollm2)) as engine:
+    with Engine.load(EngineConfig(model=smollm2, compute="torch")) as engine:
         client = Recorder(engine)
         root = client.context(Chat(messages=(document,)))
         requests = []

@@ -129,3 +129,77 @@ class Matrix:
     @property
     def nbytes(self) -> int:
         """Memory of the packed weights."""
+
+@final
+class LlamaLayer:
+    """Weights of one layer, for `LlamaModel`. None: the model has none."""
+
+    def __init__(
+        self,
+        *,
+        attention_norm: npt.NDArray[np.float32],
+        qkv: Sequence[Matrix],
+        qkv_bias: npt.NDArray[np.float32] | None,
+        q_norm: npt.NDArray[np.float32] | None,
+        k_norm: npt.NDArray[np.float32] | None,
+        out: Matrix,
+        out_bias: npt.NDArray[np.float32] | None,
+        mlp_norm: npt.NDArray[np.float32],
+        gate_up: Matrix,
+        gate_up_bias: npt.NDArray[np.float32] | None,
+        down: Matrix,
+        down_bias: npt.NDArray[np.float32] | None,
+    ) -> None:
+        """`qkv`: q, k and v one below the other, in as many matrices as they have formats. `gate_up`: interleaved halves."""
+
+@final
+class LlamaModel:
+    """A decoder of the Llama family: RMS norm, rope (rotate-half), grouped-query attention, SwiGLU. Used by one thread."""
+
+    def __init__(
+        self,
+        pool: ThreadPool,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        rms_norm_eps: float,
+        embedding: Matrix,
+        layers: Sequence[LlamaLayer],
+        norm: npt.NDArray[np.float32],
+        head: Matrix,
+        rope: npt.NDArray[np.float32],
+        page_tokens: int = 16,
+        kv_dtype: Literal["float32", "bfloat16"] = "bfloat16",
+        precision: Literal["int8", "exact"] | None = None,
+        isa: str | None = None,
+        attention_isa: str = "",
+    ) -> None:
+        """Shares the matrices. `head` may be the embedding.
+
+        `rope` [context_length, head_dim]: of each position the cosines of its pairs, then the sines.
+        `precision` of the inputs of quantised matrices; None: int8.
+        Raises ValueError on sizes that don't fit, with the numbers.
+        """
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the matrices."""
+
+    def step(
+        self,
+        token_ids: npt.NDArray[np.int32],
+        positions: npt.NDArray[np.int32],
+        write_slots: npt.NDArray[np.int32],
+        row_indptr: npt.NDArray[np.int32],
+        levels: Sequence[tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.int32]]],
+        logit_tokens: npt.NDArray[np.int64],
+        kv: npt.NDArray[np.uint8],
+        logits: npt.NDArray[np.float32],
+    ) -> None:
+        """Compute a step (see `branchline.engine.step`): writes its K/V into `kv`, the bytes of all pages, and the logits of
+        `logit_tokens` into `logits` [N, vocab]. Levels: (qo_indptr, kv_indptr, kv_indices, last_page_len), root first.
+
+        A token's logits depend on its own branch alone (given its levels), not on the rest of the batch or the threads.
+        Raises ValueError, before anything is written, on arrays that don't fit or numbers out of range.
+        """

@@ -18,9 +18,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Attributes:
         model: a built-in name, a .gguf file, a Hugging Face folder, or a Hugging Face repository id.
         served_name: what clients call the model; None: the model's own short name.
-        dtype: of weights and K/V in memory.
+        dtype: of torch's weights, and of its K/V unless `kv_dtype` says otherwise. The native engine leaves weights as the
+            model's files have them.
         device: "cpu" or "cuda".
-        attention: a backend's module name in `branchline.engine.attention`; "auto" takes the device's best.
+        compute: "native": the CPU kernels, one call a step; "torch": any device, dtype and attention backend; "auto":
+            native on the CPU where `attention` is "auto" and `dtype` is "float32", if it can take the model; else torch.
+            "native" rounds the inputs of quantised weights to 8 bits, as llama.cpp does; "torch" dequantises the weights.
+        quantize: what the native engine makes of weights that the model's files have as plain numbers, while it loads them:
+            "q8_0" (8 bits) or "q4_1" (4 bits; the embedding and the head get 8); None: they stay.
+        kv_dtype: of K and V in the page pool; "auto": on native float32 if all weights are, else bfloat16; on torch `dtype`.
+        attention: a backend's module name in `branchline.engine.attention`; "auto" takes the device's best. Torch's only.
         pool_bytes: size of the K/V pool; None: room for `pool_tokens`.
         pool_tokens: tokens of the pool when `pool_bytes` is None.
         page_tokens: tokens a page.
@@ -40,6 +47,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     served_name: str | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
+    compute: Literal["auto", "native", "torch"] = "auto"
+    quantize: Literal["q8_0", "q4_1"] | None = None
+    kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: str = "auto"
     pool_bytes: int | None = None
     pool_tokens: int = 32768
@@ -74,7 +84,22 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 "since each decoding branch takes a token of every step",
                 param="max_step_tokens",
             )
+        if self.compute == "native" and (reason := self.why_not_native()):
+            raise ConfigError(f"compute = 'native': {reason}", param="compute")
+        if self.quantize is not None and (self.compute == "torch" or (reason := self.why_not_native())):
+            reason = "compute = 'torch'" if self.compute == "torch" else reason
+            raise ConfigError(f"quantize = {self.quantize!r} is the native engine's: {reason}", param="quantize")
         return self
+
+    def why_not_native(self) -> str | None:
+        """The setting that only torch can do, or None."""
+        if self.device != "cpu":
+            return f"device = {self.device!r}, and the native engine computes on the CPU"
+        if self.attention != "auto":
+            return f"attention = {self.attention!r}, and the native engine has its own: leave it 'auto'"
+        if self.dtype != "float32":
+            return f"dtype = {self.dtype!r} is torch's: leave it 'float32' (weights stay as they are in the files)"
+        return None
 
     @classmethod
     def from_dict(cls, settings: dict[str, Any]) -> EngineConfig:

@@ -8,18 +8,21 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from branchline.engine import openmp as _openmp  # noqa: F401  before torch is imported
 from branchline.engine._core import BranchTree
-from branchline.engine.attention.base import PagePool
+from branchline.engine.attention.base import AttentionSpec, PagePool
 from branchline.engine.attention.find import find_backend
+from branchline.engine.attention.native import Backend as NativeAttention
 from branchline.engine.branch import Session, Sink
 from branchline.engine.config import EngineConfig
 from branchline.engine.content import ContentEncoder
 from branchline.engine.errors import ConfigError, EngineClosedError, EngineOverloadedError, SessionNotFoundError
 from branchline.engine.loop import StepLoop
 from branchline.engine.model.chat_template import ChatTemplate
-from branchline.engine.model.runner import LoadedModel, ModelRunner, load_model
+from branchline.engine.model.native import NativeModel, NativeRunner, open_model
+from branchline.engine.model.runner import DTYPES, LoadedModel, ModelRunner, Runner
 from branchline.engine.model.sampler import Sampler
 from branchline.engine.model.tokenizer import Tokenizer, load_tokenizer
 from branchline.engine.threads import set_compute_threads
@@ -39,23 +42,18 @@ class Engine:
         info: the model and the limits.
     """
 
-    def __init__(self, config: EngineConfig, model: LoadedModel, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: EngineConfig, model: LoadedModel | NativeModel, tokenizer: Tokenizer) -> None:
         """Allocate the pool and start the engine thread. `load` is what you want unless the model is there already."""
         config.validate()
-        spec = model.decoder.attention_spec(config.page_tokens, model.dtype, model.device)
-        page_bytes = PagePool.page_bytes(spec)
-        num_pages = _num_pages(config, page_bytes)
-        pool = PagePool(spec, num_pages)
-        attention_class = find_backend(config.attention, config.device)
-        backend = attention_class(spec, pool)
+        computed = _native(config, model) if isinstance(model, NativeModel) else _torch(config, model)
         context_length = config.context_length or model.model_config.context_length
         tree = BranchTree(
-            num_pages,
+            computed.pool.num_pages,
             page_tokens=config.page_tokens,
             max_branches=config.max_branches,
             max_batch=config.max_batch,
             max_step_tokens=config.max_step_tokens,
-            max_levels=backend.max_levels,
+            max_levels=computed.max_levels,
         )
         self._encoder = ContentEncoder(tokenizer, ChatTemplate.of(tokenizer))
         self.info = ModelInfo(
@@ -64,19 +62,20 @@ class Engine:
             num_parameters=model.num_parameters,
             vocab_size=model.model_config.vocab_size,
             context_length=context_length,
-            dtype=config.dtype,
-            attention=attention_class.__module__.rpartition(".")[2],
+            dtype=computed.dtype,
+            kv_dtype=str(computed.pool.spec.dtype).removeprefix("torch."),
+            attention=computed.attention,
             device=config.device,
             page_tokens=config.page_tokens,
-            page_bytes=page_bytes,
-            num_pages=num_pages,
+            page_bytes=PagePool.page_bytes(computed.pool.spec),
+            num_pages=computed.pool.num_pages,
             max_batch=config.max_batch,
         )
         self._config = config
         self._loop = StepLoop(
             config,
             tree=tree,
-            runner=ModelRunner(model, backend),
+            runner=computed.runner,
             sampler=Sampler(model.model_config.vocab_size, config.max_batch),
             tokenizer=tokenizer,
             encoder=self._encoder,
@@ -101,7 +100,7 @@ class Engine:
         config.validate()
         set_compute_threads(config.threads)
         say(f"loading the weights of {config.model}")
-        model = load_model(config)
+        model = open_model(config)
         say("loading the tokenizer")
         tokenizer = load_tokenizer(model.files.kind, model.files.path)
         say("allocating the page pool")
@@ -212,6 +211,52 @@ def _stop(loop: StepLoop, thread: threading.Thread) -> None:
     loop.stop()
     if threading.current_thread() is not thread:
         thread.join()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Computed:
+    """How an engine's model is computed; `dtype` and `attention` are for `ModelInfo`."""
+
+    pool: PagePool
+    runner: Runner
+    max_levels: int
+    dtype: str
+    attention: str
+
+
+def _torch(config: EngineConfig, model: LoadedModel) -> _Computed:
+    attention_class = find_backend(config.attention, config.device)
+    kv_dtype = model.dtype if config.kv_dtype == "auto" else DTYPES[config.kv_dtype]
+    if kv_dtype != model.dtype and attention_class is not NativeAttention:
+        raise ConfigError(
+            f"kv_dtype = {config.kv_dtype!r} with dtype = {config.dtype!r} on torch: only attention = 'native' converts; "
+            "leave kv_dtype 'auto'",
+            param="kv_dtype",
+        )
+    pool = _make_pool(config, model.decoder.attention_spec(config.page_tokens, kv_dtype, model.device))
+    backend = attention_class(pool.spec, pool)
+    return _Computed(
+        pool=pool,
+        runner=ModelRunner(model, backend),
+        max_levels=backend.max_levels,
+        dtype=config.dtype,
+        attention=attention_class.__module__.rpartition(".")[2],
+    )
+
+
+def _native(config: EngineConfig, model: NativeModel) -> _Computed:
+    pool = _make_pool(config, model.attention_spec(config.page_tokens))
+    return _Computed(
+        pool=pool,
+        runner=NativeRunner(model, NativeAttention(pool.spec, pool, threads=model.threads)),
+        max_levels=NativeAttention.max_levels,
+        dtype=model.formats,
+        attention="native",
+    )
+
+
+def _make_pool(config: EngineConfig, spec: AttentionSpec) -> PagePool:
+    return PagePool(spec, _num_pages(config, PagePool.page_bytes(spec)))
 
 
 def _num_pages(config: EngineConfig, page_bytes: int) -> int:

@@ -20,7 +20,7 @@ from branchline.engine.content import ContentEncoder
 from branchline.engine.errors import BranchlineError, EngineStepError, PoolExhaustedError
 from branchline.engine.model.detokenizer import Detokenizer
 from branchline.engine.model.rng import stream_key
-from branchline.engine.model.runner import ModelRunner
+from branchline.engine.model.runner import Runner
 from branchline.engine.model.sampler import Sampled, Sampler
 from branchline.engine.model.tokenizer import Tokenizer
 from branchline.engine.results import position_logprobs
@@ -54,7 +54,7 @@ class StepLoop:
         config: EngineConfig,
         *,
         tree: BranchTree,
-        runner: ModelRunner,
+        runner: Runner,
         sampler: Sampler,
         tokenizer: Tokenizer,
         encoder: ContentEncoder,

@@ -324,7 +324,9 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         name: what clients call it.
         architecture: e.g. "llama".
-        dtype, attention, device: how it is computed, e.g. "float32", "cpu", "cpu".
+        dtype, attention, device: how it is computed: of the weights, e.g. "float32" or "q4_1/q8_0" (most bytes first);
+            e.g. "cpu" or "native"; e.g. "cpu".
+        kv_dtype: of K and V in the pages.
         page_bytes: bytes of one page: K and V of `page_tokens` tokens in all layers.
         max_batch: most branches in one step.
     """
@@ -341,6 +343,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     page_bytes: int
     num_pages: int
     max_batch: int
+    kv_dtype: str = "float32"
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,6 @@ import logging
 import re
 from typing import Any
 
-import numpy as np
 import torch
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.quants import dequantize
@@ -14,7 +13,7 @@ from gguf.quants import dequantize
 from branchline.engine.errors import CorruptModelError, UnsupportedModelError
 from branchline.engine.model.config import ModelConfig, RopeConfig
 from branchline.engine.model.gguf_file import GGUFFile
-from branchline.engine.model.weights import TensorSource
+from branchline.engine.model.weights import Bytes, TensorSource
 from branchline.engine.models.base import Architecture
 from branchline.engine.models.find import architecture_names, find_architecture
 
@@ -71,13 +70,7 @@ class GGUFSource(TensorSource):
 
     def read(self, name: str, out: torch.Tensor) -> None:
         tensor = self._tensors[name]
-        raw = self._gguf.raw(tensor)
-        if self._permuted and ".self_attn." in name:
-            num_heads = {"q_proj": self._config.num_heads, "k_proj": self._config.num_kv_heads}.get(name.split(".")[-2])
-            if num_heads is not None:
-                if len(tensor.shape) == 1:
-                    raw = raw.reshape(tensor.shape[0], -1)  # a bias: one number is one row here
-                raw = _unpermute(raw, num_heads)
+        raw = self.raw(name)
         block, block_bytes = GGML_QUANT_SIZES[tensor.kind]
         blocks = raw.reshape(-1, block_bytes)
         flat = out.view(-1)
@@ -94,8 +87,21 @@ class GGUFSource(TensorSource):
                 values = values.copy()
             flat[begin * block : (begin + len(piece)) * block].copy_(torch.from_numpy(values.reshape(-1)))
 
+    def format(self, name: str) -> str:
+        return str(self._tensors[name].kind.name)
 
-def _unpermute(rows: np.ndarray[Any, np.dtype[np.uint8]], num_heads: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    def raw(self, name: str) -> Bytes:
+        tensor = self._tensors[name]
+        data = self._gguf.raw(tensor)
+        if self._permuted and ".self_attn." in name:
+            num_heads = {"q_proj": self._config.num_heads, "k_proj": self._config.num_kv_heads}.get(name.split(".")[-2])
+            if num_heads is not None:
+                rows = data.reshape(tensor.shape[0], -1)  # of a bias, one number is one row here
+                data = _unpermute(rows, num_heads).reshape(data.shape)
+        return data
+
+
+def _unpermute(rows: Bytes, num_heads: int) -> Bytes:
     """Undo llama.cpp's order of q and k: within a head, the two halves of rotate-half lie interleaved. Moves whole rows."""
     half = len(rows) // num_heads // 2
     return rows.reshape(num_heads, half, 2, -1).swapaxes(1, 2).reshape(rows.shape)

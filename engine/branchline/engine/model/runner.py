@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import time
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -51,21 +52,32 @@ class LoadedModel:
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Find the model that the settings name and read its weights.
+    """Find the model that the settings name and read its weights, for torch whatever `compute` says.
 
     Raises:
         ModelNotFoundError, CorruptModelError, UnsupportedModelError: their texts name file and tensor, key or field.
         ConfigError: `context_length` is above the model's, or `device` isn't there.
     """
-    began = time.perf_counter()
-    device = _device(config)
+    files, model_config, source = find_model(config)
+    return load_torch(config, files, model_config, source)
+
+
+def find_model(config: EngineConfig) -> tuple[ModelFiles, ModelConfig, TensorSource]:
+    """The files that the settings name, the model's shapes, and its tensors, of which none is read yet. Raises like
+    `load_model`."""
+    _device(config)
     files = resolve_model(config.model)
     try:
         model_config, source = _open(files)
     except OSError as err:
         raise CorruptModelError(f"{files.path}: can't be read ({err})") from err
-    model_config = _bound_context(model_config, config)
-    weights = WeightReader(source, DTYPES[config.dtype], device)
+    return files, _bound_context(model_config, config), source
+
+
+def load_torch(config: EngineConfig, files: ModelFiles, model_config: ModelConfig, source: TensorSource) -> LoadedModel:
+    """Read the weights of a model that `find_model` found. Raises like `load_model`."""
+    began = time.perf_counter()
+    weights = WeightReader(source, DTYPES[config.dtype], _device(config))
     decoder = find_architecture(model_config.architecture).decoder.load(model_config, weights)
     weights.finish(optional=TIED_HEAD if model_config.tied_embeddings else frozenset())
     logger.info("%s: %.1f M parameters in %.2f s", files.name, decoder.num_parameters / 1e6, time.perf_counter() - began)
@@ -106,18 +118,14 @@ def _bound_context(model_config: ModelConfig, config: EngineConfig) -> ModelConf
     return dataclasses.replace(model_config, context_length=config.context_length)
 
 
-class ModelRunner:
-    """Runs a model's forward over the steps that the core planned. Belongs to one engine and its thread.
+class Runner(Protocol):
+    """Runs a model's steps. Belongs to one engine and its thread.
 
     Attributes:
         copied_bytes: K/V bytes moved by copy-on-write since the start.
     """
 
-    def __init__(self, model: LoadedModel, attention: AttentionBackend) -> None:
-        self._decoder = model.decoder
-        self._device = model.device
-        self._attention = attention
-        self.copied_bytes = 0
+    copied_bytes: int
 
     def run(self, step: Step, logit_tokens: npt.NDArray[np.integer]) -> torch.Tensor:
         """Compute a step: its copies, its K/V and the logits that are wanted. Modifies the pool.
@@ -127,8 +135,20 @@ class ModelRunner:
             logit_tokens: [N] packed indices of the tokens whose logits are wanted; N may be 0.
 
         Returns:
-            [N, vocab_size] float32, the caller's own.
+            [N, vocab_size] float32. The caller may change it; the next call may overwrite it.
         """
+
+
+class ModelRunner(Runner):
+    """Runs a torch model's forward over the steps that the core planned."""
+
+    def __init__(self, model: LoadedModel, attention: AttentionBackend) -> None:
+        self._decoder = model.decoder
+        self._device = model.device
+        self._attention = attention
+        self.copied_bytes = 0
+
+    def run(self, step: Step, logit_tokens: npt.NDArray[np.integer]) -> torch.Tensor:
         if len(step.copy_src):
             self.copied_bytes += self._attention.copy_pages(step)
         self._attention.plan(step)

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from branchline.engine.errors import CorruptModelError, UnsupportedModelError
-from branchline.engine.model.weights import TensorSource
+from branchline.engine.model.weights import Bytes, TensorSource
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -72,8 +72,19 @@ class SafetensorsSource(TensorSource):
         return f"{self._file_of.get(name, self.file)}: tensor {name}"
 
     def read(self, name: str, out: torch.Tensor) -> None:
-        file = self._files[str(self._file_of[name])]
-        dtype = file.get_slice(name).get_dtype()
+        dtype = self.format(name)
         if dtype not in DTYPES:
             raise UnsupportedModelError(f"{self.describe(name)} has type {dtype}. Supported are: {', '.join(DTYPES)}")
-        out.copy_(file.get_tensor(name))
+        out.copy_(self._tensor(name))
+
+    def format(self, name: str) -> str:
+        return str(self._files[str(self._file_of[name])].get_slice(name).get_dtype())
+
+    def raw(self, name: str) -> Bytes:
+        tensor = self._tensor(name).contiguous()
+        rows: Bytes = tensor.view(torch.uint8).reshape(tensor.shape[0] if tensor.dim() > 1 else 1, -1).numpy()
+        return rows
+
+    def _tensor(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self._files[str(self._file_of[name])].get_tensor(name)
+        return tensor

@@ -8,11 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from branchline.engine.errors import CorruptModelError
 
 T = TypeVar("T")
+Bytes = npt.NDArray[np.uint8]
 # buffers that old checkpoints carry beside the weights
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 MAX_NAMES_SHOWN = 4
@@ -38,6 +41,17 @@ class TensorSource(abc.ABC):
         Modifies `out` only. Safe to call from several threads.
 
         Raises CorruptModelError, UnsupportedModelError (the tensor's type can't be converted).
+        """
+
+    @abc.abstractmethod
+    def format(self, name: str) -> str:
+        """The type of a tensor's numbers in the file, as GGUF spells it ("F32", "BF16", "Q4_1", …), whatever the file."""
+
+    @abc.abstractmethod
+    def raw(self, name: str) -> Bytes:
+        """The tensor's bytes, [rows, bytes a row], rows in Hugging Face's order; a vector is one row.
+
+        It may be a view of the file, which stays open as long as the view is kept. Safe to call from several threads.
         """
 
     def name_in_file(self, name: str) -> str:
@@ -69,11 +83,7 @@ class WeightReader:
         Raises CorruptModelError if one is missing or has another shape.
         """
         for name, shape in parts:
-            found = self._shapes.get(name)
-            if found is None:
-                raise CorruptModelError(f"{self._source.describe(name)} is missing: expected shape {list(shape)}")
-            if found != shape:
-                raise CorruptModelError(f"{self._source.describe(name)} has shape {list(found)}: expected {list(shape)}")
+            self._check(name, shape)
         rows = sum(shape[0] for _, shape in parts)
         whole = torch.empty((rows, *parts[0][1][1:]), dtype=self._dtype)
         begin = 0
@@ -82,6 +92,20 @@ class WeightReader:
             self._unread.discard(name)
             begin += shape[0]
         return whole.to(self._device)
+
+    def raw(self, name: str, shape: tuple[int, ...]) -> tuple[str, Bytes]:
+        """(format, bytes) of the tensor `name` as it is stored. Raises CorruptModelError if it is missing or has another
+        shape."""
+        self._check(name, shape)
+        self._unread.discard(name)
+        return self._source.format(name), self._source.raw(name)
+
+    def _check(self, name: str, shape: tuple[int, ...]) -> None:
+        found = self._shapes.get(name)
+        if found is None:
+            raise CorruptModelError(f"{self._source.describe(name)} is missing: expected shape {list(shape)}")
+        if found != shape:
+            raise CorruptModelError(f"{self._source.describe(name)} has shape {list(found)}: expected {list(shape)}")
 
     def map(self, load: Callable[[int], T], count: int) -> list[T]:
         """[load(0), load(1), …], in as many threads as torch computes with."""
