@@ -84,15 +84,34 @@ class TreeAttention:
         """
 
 @final
+class Arena:
+    """Memory in which many matrices lie side by side, so that small ones share huge pages too (twice the bandwidth).
+
+    A matrix keeps the memory that it lies in, so the arena may go first.
+    """
+
+    def __init__(self) -> None: ...
+    @property
+    def nbytes(self) -> int:
+        """Handed out so far."""
+
+@final
 class Matrix:
     """Weights [rows, cols], packed once for the kernels. Immutable."""
 
     @staticmethod
-    def pack(format: str, parts: Sequence[npt.NDArray[np.uint8]], cols: int, interleave_halves: bool = False) -> Matrix:
+    def pack(
+        format: str,
+        parts: Sequence[npt.NDArray[np.uint8]],
+        cols: int,
+        interleave_halves: bool = False,
+        arena: Arena | None = None,
+    ) -> Matrix:
         """Packs the bytes of whole rows, part below part, as a GGUF file has them. Copies.
 
         `format`: F32, F16, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K or Q6_K.
         `interleave_halves`: the two parts are gate and up of one layer, for the epilogue `silu_gate`. Rows keep their numbers.
+        `arena`: where the weights go; None: memory of their own.
         Raises ValueError on another format or on sizes that don't fit, with the numbers.
         """
 

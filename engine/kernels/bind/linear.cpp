@@ -16,6 +16,7 @@
 #include "bindings.hpp"
 #include "branchline/kernels/isa.hpp"
 #include "branchline/kernels/linear.hpp"
+#include "branchline/kernels/memory.hpp"
 #include "branchline/kernels/quantise.hpp"
 #include "branchline/kernels/thread_pool.hpp"
 
@@ -53,11 +54,12 @@ Epilogue require_epilogue(const std::string& name) {
     throw std::invalid_argument("epilogue '" + name + "': expected store, add or silu_gate");
 }
 
-Matrix pack(const std::string& format, const std::vector<BytesArg>& parts, int64_t cols, bool interleave_halves) {
+Matrix pack(const std::string& format, const std::vector<BytesArg>& parts, int64_t cols, bool interleave_halves,
+            Arena* arena) {
     std::vector<std::span<const uint8_t>> spans;
     for (const BytesArg& part : parts) spans.emplace_back(part.data(), part.size());
     const nb::gil_scoped_release released;
-    return Matrix::pack(require_format(format), spans, cols, interleave_halves);
+    return Matrix::pack(require_format(format), spans, cols, interleave_halves, arena);
 }
 
 FloatMatrix multiply_rows(const Matrix& self, const FloatsArg& x, ThreadPool& pool, const std::string& epilogue,
@@ -114,8 +116,10 @@ void bind_linear(nb::module_& m) {
     nb::class_<ThreadPool>(m, "ThreadPool", nb::is_final())
         .def(nb::init<int>(), "num_threads"_a)
         .def_prop_ro("num_threads", &ThreadPool::num_threads);
+    nb::class_<Arena>(m, "Arena", nb::is_final()).def(nb::init<>()).def_prop_ro("nbytes", &Arena::num_bytes);
     nb::class_<Matrix>(m, "Matrix", nb::is_final())
-        .def_static("pack", &pack, "format"_a, "parts"_a, "cols"_a, "interleave_halves"_a = false)
+        .def_static("pack", &pack, "format"_a, "parts"_a, "cols"_a, "interleave_halves"_a = false,
+                    "arena"_a = nb::none())
         .def("multiply", &multiply_rows, "x"_a, "pool"_a, nb::kw_only(), "epilogue"_a = "store", "onto"_a = nb::none(),
              "precision"_a = nb::none(), "isa"_a = nb::none())
         .def("dequantize", &dequantize)

@@ -34,6 +34,7 @@ struct Dot {
 
     static BRANCHLINE_INLINE Codes prepare(U32 codes) { return codes; }
     static BRANCHLINE_INLINE Sum zero() { return Sum{}; }
+    static BRANCHLINE_INLINE Sum add(Sum a, Sum b) { return a + b; }
     static BRANCHLINE_INLINE Sum start(int32_t bias) { return (Sum)_mm512_set1_epi32(bias); }
     static BRANCHLINE_INLINE void step(Sum& sum, Codes codes, int32_t four) {
         sum = (Sum)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(four));
@@ -56,6 +57,7 @@ struct Dot<false> {
 
     static BRANCHLINE_INLINE Codes prepare(U32 codes) { return (__m256i)codes; }
     static BRANCHLINE_INLINE Sum zero() { return _mm256_setzero_si256(); }
+    static BRANCHLINE_INLINE Sum add(Sum a, Sum b) { return _mm256_add_epi16(a, b); }
     static BRANCHLINE_INLINE void step(Sum& sum, Codes codes, int32_t four) {
         sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, _mm256_set1_epi32(four)));
     }
@@ -80,6 +82,7 @@ struct Dot<true> {
         return {_mm256_abs_epi8(signs), signs};
     }
     static BRANCHLINE_INLINE Sum zero() { return _mm256_setzero_si256(); }
+    static BRANCHLINE_INLINE Sum add(Sum a, Sum b) { return _mm256_add_epi32(a, b); }
     static BRANCHLINE_INLINE void step(Sum& sum, const Codes& codes, int32_t four) {
         const __m256i pairs = _mm256_maddubs_epi16(codes.magnitudes, _mm256_sign_epi8(_mm256_set1_epi32(four), codes.signs));
         sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
@@ -101,6 +104,7 @@ struct Dot {
         return vreinterpretq_s8_u8(kWide ? veorq_u8(bytes, vdupq_n_u8(128)) : bytes);
     }
     static BRANCHLINE_INLINE Sum zero() { return vdupq_n_s32(0); }
+    static BRANCHLINE_INLINE Sum add(Sum a, Sum b) { return vaddq_s32(a, b); }
     static BRANCHLINE_INLINE void step(Sum& sum, Codes codes, int32_t four) {
         sum = vdotq_s32(sum, codes, vreinterpretq_s8_s32(vdupq_n_s32(four)));
     }
@@ -118,6 +122,7 @@ struct Dot {
 
     static BRANCHLINE_INLINE Codes prepare(U32 codes) { return kWide ? codes ^ 0x80808080u : codes; }
     static BRANCHLINE_INLINE Sum zero() { return Sum{}; }
+    static BRANCHLINE_INLINE Sum add(Sum a, Sum b) { return a + b; }
     static BRANCHLINE_INLINE void step(Sum& sum, Codes codes, int32_t four) {
         for (int c = 0; c < 4; ++c) {
             const auto x = static_cast<int8_t>(static_cast<uint32_t>(four) >> (8 * c));

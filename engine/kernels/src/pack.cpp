@@ -52,7 +52,8 @@ int Matrix::rows_of(int64_t group) const {
     return static_cast<int>(std::min<int64_t>(kRows, end - first_row(group)));
 }
 
-Matrix Matrix::pack(Format format, std::span<const std::span<const uint8_t>> parts, int64_t cols, bool interleave_halves) {
+Matrix Matrix::pack(Format format, std::span<const std::span<const uint8_t>> parts, int64_t cols, bool interleave_halves,
+                    Arena* arena) {
     const FormatInfo& f = info(format);
     const std::string name(f.name);
     if (cols < 1 || cols % f.block_cols != 0 || cols > (int64_t{1} << 30)) {
@@ -81,10 +82,11 @@ Matrix Matrix::pack(Format format, std::span<const std::span<const uint8_t>> par
     const int64_t half = m.rows_ / 2;
     m.num_groups_ = interleave_halves ? (half + kRows - 1) / kRows * 2 : (m.rows_ + kRows - 1) / kRows;
     m.group_bytes_ = GroupShape(m.layout(), cols).bytes;
-    m.buffer_ = AlignedBuffer(static_cast<std::size_t>(m.num_groups_ * m.group_bytes_));
+    const auto bytes = static_cast<std::size_t>(m.num_groups_ * m.group_bytes_);
+    m.buffer_ = arena == nullptr ? allocate(bytes) : arena->take(bytes);
     // Rows that don't exist are zero: they are computed, and dropped.
     for (int64_t g = 0; g < m.num_groups_; ++g) {
-        if (m.rows_of(g) < kRows) std::memset(m.buffer_.data() + g * m.group_bytes_, 0, static_cast<std::size_t>(m.group_bytes_));
+        if (m.rows_of(g) < kRows) std::memset(m.buffer_.get() + g * m.group_bytes_, 0, static_cast<std::size_t>(m.group_bytes_));
     }
     int64_t row = 0;
     for (const std::span<const uint8_t> part : parts) {
@@ -98,7 +100,7 @@ void Matrix::pack_row(const uint8_t* source, int64_t row) {
     const int64_t within = interleaved_ && row >= half ? row - half : row;
     const int64_t group_index = interleaved_ ? within / kRows * 2 + (row >= half ? 1 : 0) : within / kRows;
     const int r = static_cast<int>(within % kRows);
-    uint8_t* const base = reinterpret_cast<uint8_t*>(buffer_.data()) + group_index * group_bytes_;
+    uint8_t* const base = reinterpret_cast<uint8_t*>(buffer_.get()) + group_index * group_bytes_;
     const Layout l = layout();
     if (is_dense(l)) {
         for (int64_t c = 0; c < cols_; ++c) {

@@ -1,22 +1,12 @@
 #include "branchline/kernels/quantise.hpp"
 
 #include <algorithm>
-#include <cstdlib>
-#include <new>
 #include <stdexcept>
 #include <string>
 
 #include "kernels.hpp"
 
 namespace branchline::kernels {
-
-AlignedBuffer::AlignedBuffer(std::size_t bytes) : size_(bytes) {
-    const std::size_t rounded = (std::max<std::size_t>(bytes, 1) + 63) / 64 * 64;
-    data_.reset(static_cast<std::byte*>(std::aligned_alloc(64, rounded)));
-    if (data_ == nullptr) throw std::bad_alloc();
-}
-
-void AlignedBuffer::Free::operator()(std::byte* p) const { std::free(p); }
 
 void Activations::assign(const float* x, int64_t num_tokens, int64_t cols, int64_t stride, Precision precision,
                          ThreadPool& pool, Isa isa) {
@@ -33,7 +23,10 @@ void Activations::assign(const float* x, int64_t num_tokens, int64_t cols, int64
     const int64_t panel_bytes = precision == Precision::int8 ? cols / kCols * static_cast<int64_t>(sizeof(PanelBlock))
                                                              : cols * kTokens * static_cast<int64_t>(sizeof(float));
     const auto bytes = static_cast<std::size_t>(panels * panel_bytes);
-    if (bytes > buffer_.size()) buffer_ = AlignedBuffer(bytes);
+    if (bytes > capacity_) {
+        buffer_ = allocate(bytes);
+        capacity_ = bytes;
+    }
     num_tokens_ = num_tokens;
     cols_ = cols;
     panel_bytes_ = panel_bytes;
@@ -42,7 +35,7 @@ void Activations::assign(const float* x, int64_t num_tokens, int64_t cols, int64
     pool.parallel_for(panels, [&](int64_t p) {
         const int tokens = static_cast<int>(std::min<int64_t>(kTokens, num_tokens - p * kTokens));
         const float* const first = x + p * kTokens * stride;
-        std::byte* const out = buffer_.data() + p * panel_bytes;
+        std::byte* const out = buffer_.get() + p * panel_bytes;
         if (precision == Precision::int8) {
             kernels.quantise(first, stride, tokens, cols, reinterpret_cast<PanelBlock*>(out));
             return;

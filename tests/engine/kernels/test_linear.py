@@ -15,7 +15,7 @@ import numpy.typing as npt
 import pytest
 
 from branchline.engine import _kernels
-from branchline.engine._kernels import Matrix, ThreadPool
+from branchline.engine._kernels import Arena, Matrix, ThreadPool
 
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
@@ -59,12 +59,13 @@ def make_inputs(tokens: int, cols: int, seed: int = 1) -> Floats:
     return np.random.default_rng(seed).standard_normal((tokens, cols)).astype(np.float32)
 
 
-def quantise(x: Floats) -> Floats:
+def quantise(x: Floats) -> npt.NDArray[np.float64]:
     """What the kernels take `x` for at int8: 32 columns share the scale max|x| / 127."""
     blocks = x.reshape(len(x), -1, 32)
     scale = np.abs(blocks).max(-1, keepdims=True) / np.float32(127)
     codes = np.rint(blocks * np.where(scale > 0, 1 / np.maximum(scale, np.float32(1e-37)), 0).astype(np.float32))
-    return (codes.astype(np.float64) * scale).reshape(x.shape)
+    rounded: npt.NDArray[np.float64] = (codes.astype(np.float64) * scale).reshape(x.shape)
+    return rounded
 
 
 def relative(got: npt.NDArray[Any], want: npt.NDArray[Any]) -> float:
@@ -245,13 +246,28 @@ def test_memory_is_that_of_the_file() -> None:
         assert Matrix.pack(name, [data], 1024).nbytes == data.nbytes
 
 
+def test_matrices_share_an_arena() -> None:
+    """Small ones lie side by side, large ones alone; each outlives the arena."""
+    arena = Arena()
+    sizes = [1, 40, 3000, 500]
+    packed = [make_weights("Q4_1", rows, 1024, seed=rows) for rows in sizes]
+    matrices = [Matrix.pack("Q4_1", [data], 1024, arena=arena) for data, _ in packed]
+    large = np.zeros((17 << 20) // 4, np.float32)
+    zeros = Matrix.pack("F32", [large.view(np.uint8)], 1, arena=arena)
+    assert arena.nbytes == sum(m.nbytes for m in [*matrices, zeros])
+    del arena
+    for matrix, (_, want) in zip(matrices, packed, strict=True):
+        np.testing.assert_array_equal(matrix.dequantize(), want)
+    assert not zeros.dequantize().any()
+
+
 def refusals() -> list[tuple[str, Callable[[ThreadPool], object]]]:
     q4, _ = make_weights("Q4_1", 16, 64)
     x = np.zeros((2, 64), np.float32)
     f32 = np.zeros((16, 64), np.float32).view(np.uint8).reshape(-1)
 
-    def matrix(**options: bool) -> Matrix:
-        return Matrix.pack("Q4_1", [q4, q4], 64, **options)
+    def matrix() -> Matrix:
+        return Matrix.pack("Q4_1", [q4, q4], 64)
 
     return [
         (r"'IQ2_XS' has no kernel: expected one of F32,.*Q6_K", lambda _: Matrix.pack("IQ2_XS", [q4], 64)),

@@ -1,11 +1,14 @@
 // Linear layers on weights as the file has them.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <span>
 #include <vector>
 
 #include "branchline/kernels/formats.hpp"
+#include "branchline/kernels/memory.hpp"
 #include "branchline/kernels/quantise.hpp"
 
 namespace branchline::kernels {
@@ -19,10 +22,11 @@ class Matrix {
     ///
     /// `interleave_halves`: the parts are two of as many rows, gate and up; their groups of 16 rows alternate, which
     /// Epilogue::silu_gate needs. It changes nothing else: rows keep their numbers.
+    /// `arena`: where the weights go, so that small matrices share huge pages; none: memory of their own.
     /// Copies. Throws std::invalid_argument if `cols` isn't a multiple of the format's block (for quantised formats: 32 or
     /// 256), if a part isn't a whole number of rows, if there is no row, or if halves differ.
     static Matrix pack(Format format, std::span<const std::span<const uint8_t>> parts, int64_t cols,
-                       bool interleave_halves = false);
+                       bool interleave_halves = false, Arena* arena = nullptr);
 
     Format format() const { return format_; }
     int64_t rows() const { return rows_; }
@@ -31,7 +35,7 @@ class Matrix {
     /// What `multiply` is fastest with: int8 for quantised formats, exact for the dense ones.
     Precision precision() const;
     /// Memory that it takes.
-    int64_t num_bytes() const { return static_cast<int64_t>(buffer_.size()); }
+    int64_t num_bytes() const { return num_groups_ * group_bytes_; }
 
     /// Writes row `index` as floats, as the reference decoder of the format gives them: the look-up of an embedding that is
     /// tied to the head. Throws std::invalid_argument if there is no such row.
@@ -41,7 +45,7 @@ class Matrix {
     Layout layout() const;
     int64_t num_groups() const { return num_groups_; }
     const uint8_t* group(int64_t index) const {
-        return reinterpret_cast<const uint8_t*>(buffer_.data()) + index * group_bytes_;
+        return reinterpret_cast<const uint8_t*>(buffer_.get()) + index * group_bytes_;
     }
     /// The first row of a group, and how many of its 16 rows exist.
     int64_t first_row(int64_t group) const {
@@ -53,7 +57,7 @@ class Matrix {
     Matrix() = default;
     void pack_row(const uint8_t* source, int64_t row);
 
-    AlignedBuffer buffer_;
+    std::shared_ptr<std::byte> buffer_;
     Format format_ = Format::f32;
     bool interleaved_ = false;
     int64_t rows_ = 0;

@@ -3,28 +3,14 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <memory>
 
 #include "branchline/kernels/isa.hpp"
+#include "branchline/kernels/memory.hpp"
 #include "branchline/kernels/thread_pool.hpp"
 
 namespace branchline::kernels {
-
-/// Memory aligned to cache lines, not initialised.
-class AlignedBuffer {
-  public:
-    AlignedBuffer() = default;
-    explicit AlignedBuffer(std::size_t bytes);
-    std::byte* data() const { return data_.get(); }
-    std::size_t size() const { return size_; }
-
-  private:
-    struct Free {
-        void operator()(std::byte* p) const;
-    };
-    std::unique_ptr<std::byte, Free> data_;
-    std::size_t size_ = 0;
-};
 
 enum class Precision {
     int8,   // 8 bits and a float scale for each 32 columns: for quantised weights
@@ -46,10 +32,11 @@ class Activations {
     int64_t cols() const { return cols_; }
     Precision precision() const { return precision_; }
     /// Of 16 tokens: PanelBlock[cols / 32] or float[cols][16].
-    const std::byte* panel(int64_t index) const { return buffer_.data() + index * panel_bytes_; }
+    const std::byte* panel(int64_t index) const { return buffer_.get() + index * panel_bytes_; }
 
   private:
-    AlignedBuffer buffer_;
+    std::unique_ptr<std::byte, void (*)(void*)> buffer_{nullptr, std::free};
+    std::size_t capacity_ = 0;
     int64_t num_tokens_ = 0;
     int64_t cols_ = 0;
     int64_t panel_bytes_ = 0;
