@@ -51,8 +51,8 @@ constexpr bool kDots = kSame<Storage, Bfloat16> && kHasDot;
 constexpr int padded(int head_dim) { return (head_dim + kLanes - 1) / kLanes * kLanes; }
 
 #if defined(__AVX512BF16__)
-BRANCHLINE_INLINE Vec dot(Vec acc, float pair, Vec pairs) {
-    return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_ps(pair), (__m512bh)pairs);
+BRANCHLINE_INLINE Vec dot(Vec acc, Vec a, Vec b) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)a, (__m512bh)b);
 }
 /// 16 floats, rounded to bfloat16: 32 bytes.
 BRANCHLINE_INLINE void store_bfloat16(float* p, Vec x) {
@@ -62,7 +62,7 @@ BRANCHLINE_INLINE Vec first_of_pair(Vec w) {
     return _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(w), _mm512_set1_epi32(0xffff)));
 }
 #else
-BRANCHLINE_INLINE Vec dot(Vec acc, float, Vec) { return acc; }
+BRANCHLINE_INLINE Vec dot(Vec acc, Vec, Vec) { return acc; }
 BRANCHLINE_INLINE void store_bfloat16(float*, Vec) {}
 BRANCHLINE_INLINE Vec first_of_pair(Vec w) { return w; }
 #endif
@@ -106,15 +106,16 @@ BRANCHLINE_INLINE void score(const float* queries, int query_stride, const float
         if constexpr (kSame<Storage, Float32>) {
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
-                const Vec q = set1(queries[r * query_stride + d]);
+                const Vec q = spread(queries[r * query_stride + d]);
 #pragma GCC unroll 4
                 for (int j = 0; j < N; ++j) acc[r][j] = fma(q, k[j], acc[r][j]);
             }
         } else if constexpr (kDots<Storage>) {
 #pragma GCC unroll 8
             for (int r = 0; r < R; ++r) {
+                const Vec q = spread(queries[r * query_stride + d]);
 #pragma GCC unroll 4
-                for (int j = 0; j < N; ++j) acc[r][j] = dot(acc[r][j], queries[r * query_stride + d], k[j]);
+                for (int j = 0; j < N; ++j) acc[r][j] = dot(acc[r][j], q, k[j]);
             }
         } else {
 #pragma GCC unroll 4
@@ -177,7 +178,7 @@ BRANCHLINE_INLINE void accumulate(const float* weights, const Stretch& here, con
                 }
 #pragma GCC unroll 8
                 for (int r = 0; r < R; ++r) {
-                    const Vec p = set1(w[r * kStretch + t]);
+                    const Vec p = spread(w[r * kStretch + t]);
 #pragma GCC unroll 4
                     for (int j = 0; j < N; ++j) acc[r][j] = fma(p, x[j], acc[r][j]);
                 }
@@ -193,16 +194,18 @@ BRANCHLINE_INLINE void accumulate(const float* weights, const Stretch& here, con
                     if constexpr (Ahead) __builtin_prefetch(ahead + j * kLanes);
                 }
 #pragma GCC unroll 8
-                for (int r = 0; r < R; ++r)
+                for (int r = 0; r < R; ++r) {
+                    const Vec p = spread(w[r * kStretch + t]);
 #pragma GCC unroll 4
-                    for (int j = 0; j < N; ++j) acc[r][j] = dot(acc[r][j], w[r * kStretch + t], x[j]);
+                    for (int j = 0; j < N; ++j) acc[r][j] = dot(acc[r][j], p, x[j]);
+                }
             }
             if (count % 2 != 0) {  // the last token's partner isn't written yet
 #pragma GCC unroll 4
                 for (int j = 0; j < N; ++j) {
                     const Vec x = first_of_pair(load_column<Partial>(v + j * kLanes, rest - j * kLanes));
 #pragma GCC unroll 8
-                    for (int r = 0; r < R; ++r) acc[r][j] = dot(acc[r][j], w[r * kStretch + pairs], x);
+                    for (int r = 0; r < R; ++r) acc[r][j] = dot(acc[r][j], spread(w[r * kStretch + pairs]), x);
                 }
             }
         } else {

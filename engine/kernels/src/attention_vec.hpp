@@ -27,6 +27,12 @@ constexpr int vectors_for(int) { return 4; }
 using Vec = __m512;
 
 BRANCHLINE_INLINE Vec set1(float x) { return _mm512_set1_ps(x); }
+/// The same, in a register: as an operand of each multiplication it would be loaded as often.
+BRANCHLINE_INLINE Vec spread(float x) {
+    Vec v = _mm512_set1_ps(x);
+    asm("" : "+v"(v));
+    return v;
+}
 BRANCHLINE_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 BRANCHLINE_INLINE Vec load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p); }
 BRANCHLINE_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
@@ -61,6 +67,10 @@ struct Vec {
 };
 
 BRANCHLINE_INLINE Vec set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+BRANCHLINE_INLINE Vec spread(float x) {
+    const __m256 v = _mm256_broadcast_ss(&x);
+    return {v, v};
+}
 BRANCHLINE_INLINE Vec load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 BRANCHLINE_INLINE __m256 less_than(int n, int first) {
     const __m256i lane = _mm256_add_epi32(_mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7), _mm256_set1_epi32(first));
@@ -132,6 +142,7 @@ BRANCHLINE_INLINE Vec each(Fn fn) {
 BRANCHLINE_INLINE Vec set1(float x) {
     return each([&](int) { return Quad{x, x, x, x}; });
 }
+BRANCHLINE_INLINE Vec spread(float x) { return set1(x); }
 BRANCHLINE_INLINE Vec load(const float* p) {
     Vec x;
     __builtin_memcpy(&x, p, sizeof x);
