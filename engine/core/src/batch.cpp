@@ -10,6 +10,16 @@ namespace {
 void copy_ints(int32_t* out, const int32_t* in, int32_t count) {
     std::memcpy(out, in, sizeof(int32_t) * static_cast<std::size_t>(count));
 }
+
+/// Moves `count` numbers up by `by` places. A call of memmove costs more than a few numbers do.
+void move_up(int32_t* ids, int32_t count, int32_t by) {
+    if (count > 12) {
+        std::memmove(ids + by, ids, sizeof(int32_t) * static_cast<std::size_t>(count));
+        return;
+    }
+    for (int32_t i = count - 1; i >= 0; --i) ids[i + by] = ids[i];
+}
+
 }  // namespace
 
 Batch::Batch(Tree& tree, PrefixIndex& index, int32_t max_batch, int32_t max_step_tokens, int32_t level_cost_pages,
@@ -44,7 +54,7 @@ Batch::Batch(Tree& tree, PrefixIndex& index, int32_t max_batch, int32_t max_step
       copy_src_(at(max_batch)),
       copy_dst_(at(max_batch)),
       copy_tokens_(at(max_batch)),
-      table_(at(max_batch) * at(table_width)),
+      table_(at(max_batch) * at(table_width), Residence::as_used),
       table_lengths_(at(max_batch)) {}
 
 int32_t Batch::take_slot(int64_t slot) {
@@ -227,41 +237,50 @@ void Batch::advance() {
 void Batch::cross(int32_t count) {
     const int32_t rows = num_rows_;
     const int32_t page_tokens = tree_.pool().page_tokens();
+    int32_t* const fill = row_fill_.data();
+    int32_t* const crossing = crossing_.data();
     int32_t found = 0;
-    for (int32_t r = 0; r < rows; ++r) {
-        crossing_[at(found)] = r;
-        if (row_fill_[at(r)] == page_tokens && ++found == count) break;
+    for (int32_t r = 0; r < rows; ++r) {  // no branch: which rows cross can't be predicted
+        crossing[found] = r;
+        found += fill[r] == page_tokens ? 1 : 0;
     }
-    LevelArrays& own = levels_.own();
-    int32_t* const kv = row_kv_.data();
+    // What the rows' lists need lies in as many places: ask for all of it, then use it.
     for (int32_t k = 0; k < count; ++k) {
-        const int32_t r = crossing_[at(k)];
-        const int32_t page = tree_.take_page(row_branch_[at(r)]);
-        row_write_[at(r)] = page * page_tokens - 1;
-        row_fill_[at(r)] = 0;
+        const int32_t r = crossing[k];
+        tree_.prefetch_tail(row_branch_[at(r)]);
+        if (table_width_ > 0) __builtin_prefetch(&table_[at(r) * at(table_width_) + at(row_pages_[at(r)])], 1);
+    }
+    for (int32_t k = 0; k < count; ++k) tree_.pool().prefetch_end(tree_.tail(row_branch_[at(crossing[k])]));
+    const int32_t* const pages = tree_.pool().take_ids(count);
+    for (int32_t k = 0; k < count; ++k) {
+        const int32_t r = crossing[k];
+        tree_.attach_page(row_branch_[at(r)], pages[k]);
+        row_write_[at(r)] = pages[k] * page_tokens - 1;
+        fill[r] = 0;
     }
     if (table_width_ > 0) {
         for (int32_t k = 0; k < count; ++k) {
-            const int32_t r = crossing_[at(k)];
-            table_[at(r) * at(table_width_) + at(row_pages_[at(r)]++)] = (row_write_[at(r)] + 1) / page_tokens;
+            const int32_t r = crossing[k];
+            table_[at(r) * at(table_width_) + at(row_pages_[at(r)]++)] = pages[k];
         }
         return;
     }
+    // Move each run of rows between two that cross by as many places as rows before it cross; the last one first.
+    LevelArrays& own = levels_.own();
+    int32_t* const kv = row_kv_.data();
+    int32_t* const ids = own.kv_indices;
     own.num_indices += count;
     int32_t end = kv[rows];
     for (int32_t k = count - 1; k >= 0; --k) {
-        const int32_t r = crossing_[at(k)];
-        const int32_t begin = kv[r + 1];
-        std::memmove(own.kv_indices + begin + k + 1, own.kv_indices + begin, sizeof(int32_t) * at(end - begin));
-        own.kv_indices[begin + k] = (row_write_[at(r)] + 1) / page_tokens;
+        const int32_t begin = kv[crossing[k] + 1];
+        move_up(ids + begin, end - begin, k + 1);
+        ids[begin + k] = pages[k];
         end = begin;
     }
+    int32_t* __restrict const out = own.kv_indptr;
     for (int32_t k = 0; k < count; ++k) {
-        const int32_t stop = k + 1 < count ? crossing_[at(k + 1)] : rows;
-        for (int32_t r = crossing_[at(k)] + 1; r <= stop; ++r) {
-            kv[r] += k + 1;
-            own.kv_indptr[r] = kv[r];
-        }
+        const int32_t stop = k + 1 < count ? crossing[k + 1] : rows;
+        for (int32_t r = crossing[k] + 1; r <= stop; ++r) out[r] = kv[r] += k + 1;
     }
 }
 

@@ -23,7 +23,7 @@ LevelPlanner::LevelPlanner(const Tree& tree, int32_t max_batch, int32_t level_co
       kv_indptr_(levels_.size() * stride_),
       last_page_len_(levels_.size() * stride_),
       // A row reads each page at most once, so this is the worst case; what isn't written takes no memory.
-      kv_indices_(at(max_batch) * at(tree.pool().num_pages())) {
+      kv_indices_(at(max_batch) * at(tree.pool().num_pages()), Residence::as_used) {
     for (std::size_t i = 0; i < levels_.size(); ++i) {
         levels_[i] = LevelArrays{0, 0, qo_indptr_.data() + i * stride_, kv_indptr_.data() + i * stride_,
                                  last_page_len_.data() + i * stride_, kv_indices_.data()};

@@ -1,4 +1,4 @@
-// A fixed array of plain values: mapped once, zero-filled by the system, resident only where it was touched.
+// A fixed array of plain values, mapped once and zero-filled by the system.
 #pragma once
 
 #include <cstddef>
@@ -7,8 +7,13 @@
 
 namespace branchline {
 
-/// Maps `bytes` of zeroed memory without reserving swap for it. Throws std::bad_alloc.
-void* map_zeroed(std::size_t bytes);
+enum class Residence {
+    now,     // all of it from the start: no step waits for the system's first touch
+    as_used  // only what was touched: for worst cases that never come whole
+};
+
+/// Maps `bytes` of zeroed memory. Throws std::bad_alloc.
+void* map_zeroed(std::size_t bytes, Residence residence);
 void unmap(void* data, std::size_t bytes) noexcept;
 
 template <typename T>
@@ -17,8 +22,8 @@ class Buffer {
 
   public:
     Buffer() = default;
-    explicit Buffer(std::size_t size)
-        : data_(static_cast<T*>(map_zeroed(bytes_of(size)))), size_(size) {}
+    explicit Buffer(std::size_t size, Residence residence = Residence::now)
+        : data_(static_cast<T*>(map_zeroed(bytes_of(size), residence))), size_(size) {}
     Buffer(Buffer&& other) noexcept
         : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
     Buffer& operator=(Buffer&& other) noexcept {

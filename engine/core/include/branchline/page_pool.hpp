@@ -36,6 +36,12 @@ class PagePool {
 
     /// Moves a free page to the end of `list` and returns it. There must be a free page.
     int32_t take(PageList& list);
+    /// Asks for the memory that `attach` will write.
+    void prefetch_end(const PageList& list) const {
+        if (list.count > PageList::kInline) __builtin_prefetch(&chunks_[static_cast<std::size_t>(list.last_chunk) * kChunk], 1);
+    }
+    /// Takes `count` free pages; each must be attached to a list before any other call. Returns their numbers.
+    const int32_t* take_ids(int32_t count) { return free_.data() + (num_free_ -= count); }
     /// Moves `count` free pages to the end of `list`, which must be empty.
     void take_many(PageList& list, int32_t count);
     /// Gives the last page of `list` back. The list must not be empty.
@@ -106,7 +112,7 @@ inline void PagePool::attach(PageList& list, int32_t page) {
     if (i < PageList::kInline) {
         list.inline_ids[i] = page;
     } else {
-        const int32_t slot = (i - PageList::kInline) % kChunk;
+        const int32_t slot = (i - PageList::kInline) & (kChunk - 1);
         if (slot == 0) {
             const int32_t chunk = free_chunks_[at(--num_free_chunks_)];
             if (i == PageList::kInline) {

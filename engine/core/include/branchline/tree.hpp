@@ -112,6 +112,15 @@ class Tree {
         tenant_pages_[branches_[index(branch)].tenant] += 1;
         return pool_.take(tails_[index(branch)]);
     }
+    void prefetch_tail(int32_t branch) const {
+        __builtin_prefetch(&tails_[index(branch)], 1);
+        __builtin_prefetch(&branches_[index(branch)]);
+    }
+    /// Puts a page that was taken with `PagePool::take_ids` at the end of the branch's tail.
+    void attach_page(int32_t branch, int32_t page) {
+        tenant_pages_[branches_[index(branch)].tenant] += 1;
+        pool_.attach(tails_[index(branch)], page);
+    }
     int32_t tenant_pages(int32_t tenant) const { return tenant_pages_[index(tenant)]; }
     void count_pages_of(int32_t tenant, int32_t change) { tenant_pages_[index(tenant)] += change; }
 
