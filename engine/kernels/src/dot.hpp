@@ -47,6 +47,9 @@ struct Dot {
 template <bool kWide>
 struct Dot;
 
+/// The compiler would turn a chain of whole-number additions into a tree, whose leaves don't fit the registers.
+BRANCHLINE_INLINE void keep_in_order(__m256i& sum) { asm("" : "+x"(sum)); }
+
 /// vpmaddubsw adds pairs of products in 16 bits, saturating. 4-bit codes: a pair is at most 2 * 15 * 127 = 3,810 in size, and
 /// the eight pairs of 32 columns 30,480 < 2^15, so that nothing saturates or wraps before the one widening at the end.
 template <>
@@ -60,6 +63,7 @@ struct Dot<false> {
     static BRANCHLINE_INLINE Sum add(Sum a, Sum b) { return _mm256_add_epi16(a, b); }
     static BRANCHLINE_INLINE void step(Sum& sum, Codes codes, int32_t four) {
         sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(codes, _mm256_set1_epi32(four)));
+        keep_in_order(sum);
     }
     static BRANCHLINE_INLINE F32 finish(Sum sum) {
         return to_float((I32)_mm256_madd_epi16(sum, _mm256_set1_epi16(1)));
@@ -86,6 +90,7 @@ struct Dot<true> {
     static BRANCHLINE_INLINE void step(Sum& sum, const Codes& codes, int32_t four) {
         const __m256i pairs = _mm256_maddubs_epi16(codes.magnitudes, _mm256_sign_epi8(_mm256_set1_epi32(four), codes.signs));
         sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+        keep_in_order(sum);
     }
     static BRANCHLINE_INLINE F32 finish(Sum sum) { return to_float((I32)sum); }
 };

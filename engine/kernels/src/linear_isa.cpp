@@ -1,5 +1,6 @@
 // The linear layers' kernels; compiled once per instruction set.
 
+#include <cstddef>
 #include <utility>
 
 #include "dot.hpp"
@@ -7,6 +8,9 @@
 
 namespace branchline::kernels::BRANCHLINE_ISA_NAMESPACE {
 namespace {
+
+// Arrays of vectors stay in registers only where the loops over them are unrolled early.
+#define BRANCHLINE_UNROLL _Pragma("GCC unroll 16")
 
 constexpr int kParts = kRows / kLanes;  // vectors that 16 rows take
 
@@ -57,6 +61,17 @@ BRANCHLINE_INLINE void prefetch_next(const GroupTask& task, int64_t b) {
     }
 }
 
+/// Where a block's numbers begin.
+constexpr std::size_t kNumbers = offsetof(PanelBlock, scales);
+
+/// Number `index` of an array that begins `offset` bytes after `base`.
+template <typename T>
+BRANCHLINE_INLINE T number(const std::byte* base, std::size_t offset, int index) {
+    T value;
+    std::memcpy(&value, base + offset + static_cast<std::size_t>(index) * sizeof(T), sizeof value);
+    return value;
+}
+
 /// kLanes rows times T tokens of a panel, through all columns.
 template <Layout L, int T>
 BRANCHLINE_INLINE void quantised_tile(const GroupTask& task, int first, int part) {
@@ -67,23 +82,34 @@ BRANCHLINE_INLINE void quantised_tile(const GroupTask& task, int first, int part
     const uint8_t* codes = task.group + part * 4 * kLanes;
     const uint8_t* const scales = task.group + task.shape.scales;
     const uint8_t* const minimums = task.group + task.shape.minimums;
-    const auto* block = static_cast<const PanelBlock*>(task.panel);
+    // Of the first token; the others' numbers lie at constant distances.
+    const auto* const panel = static_cast<const PanelBlock*>(task.panel);
+    const int8_t* x = panel->codes[first];
+    const std::byte* numbers = reinterpret_cast<const std::byte*>(panel->scales + first);
+    const auto x_scale = [&](int t) { return number<float>(numbers, 0, t); };
+    const auto x_sum = [&](int t) { return number<float>(numbers, offsetof(PanelBlock, sums) - kNumbers, t); };
+    const auto x_bias = [&](int t) { return number<int32_t>(numbers, offsetof(PanelBlock, biases) - kNumbers, t); };
+    const auto x_half_bias = [&](int h, int t) {
+        return number<int32_t>(numbers, offsetof(PanelBlock, half_biases) - kNumbers, h * kTokens + t);
+    };
     const int64_t blocks = task.cols / kCols;
     const bool is_first = first == 0 && part == 0;
     F32 acc[T] = {};
-    for (int64_t b = 0; b < blocks; ++b, ++block, codes += code_bytes(L)) {
+    for (int64_t b = 0; b < blocks; ++b) {
         if (is_first) prefetch_next<L>(task, b);
         for (int h = 0; h < kHalves; ++h) {
             typename D::Sum sum[T];
             typename D::Sum odd_sum[kSplit ? T : 1];
+            BRANCHLINE_UNROLL
             for (int t = 0; t < T; ++t) {
                 if constexpr (kSplit) odd_sum[t] = D::zero();
                 if constexpr (D::kBiased) {
-                    sum[t] = D::start(kHalves == 2 ? block->half_biases[h][first + t] : block->biases[first + t]);
+                    sum[t] = D::start(kHalves == 2 ? x_half_bias(h, t) : x_bias(t));
                 } else {
                     sum[t] = D::zero();
                 }
             }
+            BRANCHLINE_UNROLL
             for (int v = 0; v < kVectors; v += 2) {
                 typename D::Codes even;
                 typename D::Codes odd;
@@ -95,22 +121,30 @@ BRANCHLINE_INLINE void quantised_tile(const GroupTask& task, int first, int part
                     even = D::prepare(load_codes(codes + (h * kVectors + v) * 4 * kRows));
                     odd = D::prepare(load_codes(codes + (h * kVectors + v + 1) * 4 * kRows));
                 }
-                const int col = (h * kVectors + v) * 4;
-                for (int t = 0; t < T; ++t) D::step(sum[t], even, load_four(block->codes[first + t] + col));
-                for (int t = 0; t < T; ++t) D::step(kSplit ? odd_sum[t] : sum[t], odd, load_four(block->codes[first + t] + col + 4));
+                const int8_t* const four = x + (h * kVectors + v) * 4;
+                BRANCHLINE_UNROLL
+                for (int t = 0; t < T; ++t) D::step(sum[t], even, load_four(four + t * kCols));
+                BRANCHLINE_UNROLL
+                for (int t = 0; t < T; ++t) D::step(kSplit ? odd_sum[t] : sum[t], odd, load_four(four + t * kCols + 4));
             }
             const F32 scale = load_scales<L>(scales, b * kHalves + h, part);
+            BRANCHLINE_UNROLL
             for (int t = 0; t < T; ++t) {
                 F32 dot = D::finish(kSplit ? D::add(sum[t], odd_sum[t]) : sum[t]);
-                if constexpr (L == Layout::u4) dot += broadcast(static_cast<float>(block->biases[first + t] / 16));
-                acc[t] = fma(dot * broadcast(block->scales[first + t]), scale, acc[t]);
+                if constexpr (L == Layout::u4) dot += broadcast(static_cast<float>(x_bias(t) / 16));
+                acc[t] = fma(dot * broadcast(x_scale(t)), scale, acc[t]);
             }
         }
         if constexpr (has_minimum(L)) {
             const F32 minimum = load_scales<L>(minimums, b, part);
-            for (int t = 0; t < T; ++t) acc[t] = fma(minimum, broadcast(block->sums[first + t]), acc[t]);
+            BRANCHLINE_UNROLL
+            for (int t = 0; t < T; ++t) acc[t] = fma(minimum, broadcast(x_sum(t)), acc[t]);
         }
+        codes += code_bytes(L);
+        x += sizeof(PanelBlock);
+        numbers += sizeof(PanelBlock);
     }
+    BRANCHLINE_UNROLL
     for (int t = 0; t < T; ++t) store(task.out + (first + t) * kRows + part * kLanes, acc[t]);
 }
 
