@@ -86,12 +86,15 @@ BRANCHLINE_INLINE void locate(const AttentionUnit& u, int first, int64_t block_b
     }
 }
 
+/// Bring a line into the second-level cache: a stretch of K and V may be all that the first level holds.
+BRANCHLINE_INLINE void fetch(const float* p) { __builtin_prefetch(p, 0, 2); }
+
 /// Scores of R rows with N blocks. queries: [R][padded]: floats, or pairs of bfloat16 (in half the row) where there are dots.
 template <typename Storage, int R, int N, bool Ahead>
 BRANCHLINE_INLINE void score(const float* queries, int query_stride, const float* const* keys, const float* const* next,
                              int head_dim, float* scores) {
     Vec acc[R][N];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int j = 0; j < N; ++j) acc[r][j] = set1(0.0f);
@@ -101,17 +104,17 @@ BRANCHLINE_INLINE void score(const float* queries, int query_stride, const float
 #pragma GCC unroll 4
         for (int j = 0; j < N; ++j) {
             k[j] = load(keys[j] + d * kLanes);
-            if constexpr (Ahead) __builtin_prefetch(next[j] + d * kLanes);
+            if constexpr (Ahead) fetch(next[j] + d * kLanes);
         }
         if constexpr (kSame<Storage, Float32>) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int r = 0; r < R; ++r) {
                 const Vec q = spread(queries[r * query_stride + d]);
 #pragma GCC unroll 4
                 for (int j = 0; j < N; ++j) acc[r][j] = fma(q, k[j], acc[r][j]);
             }
         } else if constexpr (kDots<Storage>) {
-#pragma GCC unroll 8
+#pragma GCC unroll 12
             for (int r = 0; r < R; ++r) {
                 const Vec q = spread(queries[r * query_stride + d]);
 #pragma GCC unroll 4
@@ -121,7 +124,7 @@ BRANCHLINE_INLINE void score(const float* queries, int query_stride, const float
 #pragma GCC unroll 4
             for (int j = 0; j < N; ++j) {
                 const Vec first = even(k[j]), second = odd(k[j]);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
                     acc[r][j] = fma(set1(queries[r * query_stride + 2 * d]), first, acc[r][j]);
                     acc[r][j] = fma(set1(queries[r * query_stride + 2 * d + 1]), second, acc[r][j]);
@@ -129,7 +132,7 @@ BRANCHLINE_INLINE void score(const float* queries, int query_stride, const float
             }
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int j = 0; j < N; ++j) store(scores + r * kStretch + j * kLanes, acc[r][j]);
@@ -155,7 +158,7 @@ template <typename Storage, int R, int N, bool Ahead, bool Partial>
 BRANCHLINE_INLINE void accumulate(const float* weights, const Stretch& here, const Stretch& next, int num_tokens, int head_dim,
                                   int column, const float* fade, float* out, int out_stride) {
     Vec acc[R][N];
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
         const Vec f = set1(fade[r]);
 #pragma GCC unroll 4
@@ -174,9 +177,9 @@ BRANCHLINE_INLINE void accumulate(const float* weights, const Stretch& here, con
 #pragma GCC unroll 4
                 for (int j = 0; j < N; ++j) {
                     x[j] = load_column<Partial>(v + j * kLanes, rest - j * kLanes);
-                    if constexpr (Ahead) __builtin_prefetch(ahead + j * kLanes);
+                    if constexpr (Ahead) fetch(ahead + j * kLanes);
                 }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
                     const Vec p = spread(w[r * kStretch + t]);
 #pragma GCC unroll 4
@@ -191,9 +194,9 @@ BRANCHLINE_INLINE void accumulate(const float* weights, const Stretch& here, con
 #pragma GCC unroll 4
                 for (int j = 0; j < N; ++j) {
                     x[j] = load_column<Partial>(v + j * kLanes, rest - j * kLanes);
-                    if constexpr (Ahead) __builtin_prefetch(ahead + j * kLanes);
+                    if constexpr (Ahead) fetch(ahead + j * kLanes);
                 }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) {
                     const Vec p = spread(w[r * kStretch + t]);
 #pragma GCC unroll 4
@@ -204,7 +207,7 @@ BRANCHLINE_INLINE void accumulate(const float* weights, const Stretch& here, con
 #pragma GCC unroll 4
                 for (int j = 0; j < N; ++j) {
                     const Vec x = first_of_pair(load_column<Partial>(v + j * kLanes, rest - j * kLanes));
-#pragma GCC unroll 8
+#pragma GCC unroll 12
                     for (int r = 0; r < R; ++r) acc[r][j] = dot(acc[r][j], spread(w[r * kStretch + pairs]), x);
                 }
             }
@@ -214,19 +217,19 @@ BRANCHLINE_INLINE void accumulate(const float* weights, const Stretch& here, con
 #pragma GCC unroll 4
                 for (int j = 0; j < N; ++j) {
                     const Vec x = load_column<Partial>(v + j * kLanes, rest - j * kLanes);
-                    if constexpr (Ahead) __builtin_prefetch(ahead + j * kLanes);
+                    if constexpr (Ahead) fetch(ahead + j * kLanes);
                     const Vec first = even(x);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
                     for (int r = 0; r < R; ++r) acc[r][j] = fma(set1(w[r * kStretch + t]), first, acc[r][j]);
                     if (t + 1 == count) continue;
                     const Vec second = odd(x);
-#pragma GCC unroll 8
+#pragma GCC unroll 12
                     for (int r = 0; r < R; ++r) acc[r][j] = fma(set1(w[r * kStretch + t + 1]), second, acc[r][j]);
                 }
             }
         }
     }
-#pragma GCC unroll 8
+#pragma GCC unroll 12
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
         for (int j = 0; j < N; ++j) store(out + r * out_stride + column + j * kLanes, acc[r][j]);

@@ -21,8 +21,8 @@ constexpr int kLanes = 16;
 #if defined(__AVX512F__)
 
 // Rows of a tile, and vectors beside each other in its accumulators for R rows.
-constexpr int kTileRows = 6;
-constexpr int vectors_for(int) { return 4; }
+constexpr int kTileRows = 12;
+constexpr int vectors_for(int rows) { return rows <= 6 ? 4 : 2; }
 
 using Vec = __m512;
 
