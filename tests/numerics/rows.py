@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -10,7 +11,9 @@ import torch
 from branchline.engine._core import BranchTree
 from branchline.engine.attention.base import PagePool
 from branchline.engine.attention.find import find_backend
-from branchline.engine.model.runner import LoadedModel, ModelRunner
+from branchline.engine.attention.native import Backend as NativeAttention
+from branchline.engine.model.native import NativeModel, NativeRunner
+from branchline.engine.model.runner import LoadedModel, ModelRunner, Runner
 from branchline.engine.step import Level, Step
 
 PAGE_TOKENS = 16
@@ -25,8 +28,23 @@ class Rows:
         pool = PagePool(spec, num_pages)
         pool.data.fill_(float("nan"))  # whoever reads what nobody wrote shows
         attention = find_backend(backend, model.device)(spec, pool)
-        self.runner = ModelRunner(model, attention)
-        self.max_levels = max_levels or attention.max_levels
+        self._start(ModelRunner(model, attention), num_pages, max_levels or attention.max_levels)
+
+    @classmethod
+    def native(cls, model: NativeModel, *, num_pages: int = 256) -> Self:
+        """The same over the native engine."""
+        rows = cls.__new__(cls)
+        spec = model.attention_spec(PAGE_TOKENS)
+        pool = PagePool(spec, num_pages)
+        pool.data.fill_(float("nan"))
+        rows._start(
+            NativeRunner(model, NativeAttention(spec, pool, threads=model.threads)), num_pages, NativeAttention.max_levels
+        )
+        return rows
+
+    def _start(self, runner: Runner, num_pages: int, max_levels: int) -> None:
+        self.runner = runner
+        self.max_levels = max_levels
         self.tree = BranchTree(
             num_pages, page_tokens=PAGE_TOKENS, max_batch=64, max_step_tokens=1024, max_levels=self.max_levels
         )
@@ -60,7 +78,7 @@ class Rows:
         for begin in range(0, len(tokens), chunk):
             piece = np.array(tokens[begin : begin + chunk], np.int32)
             self.tree.prefill(branch, 0, piece)
-            parts.append(self.step(range(len(piece))))
+            parts.append(self.step(range(len(piece))).clone())
         self.tree.release(branch)
         return torch.cat(parts)
 

@@ -68,7 +68,8 @@ class Backend(AttentionBackend):
         out = torch.empty(q.shape, dtype=torch.float32)
         keys, values = _packed(k), _packed(v)
         if keys.stride(0) != values.stride(0):
-            keys, values = keys.contiguous(), values.contiguous()
+            # a clone, as `contiguous` leaves the strides of a single token as they are
+            keys, values = (x.clone(memory_format=torch.contiguous_format) for x in (keys, values))
         self._attention.attend(layer, _packed(q), keys, values, out, self._bytes, self._threads)
         return out.to(q.dtype)
 

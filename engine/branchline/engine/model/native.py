@@ -190,6 +190,7 @@ class _Packer:
         self._config = config
         self._weights = weights
         self._quantize_to = quantize_to
+        self._arena = _kernels.Arena()
         self._bytes_of: Counter[str] = Counter()
         self.num_parameters = 0
 
@@ -249,15 +250,18 @@ class _Packer:
         """One matrix below the other; neighbours of one format become one."""
         parts = [self._stored(f"{stem}.weight", size, cols) for stem, size in zip(stems, sizes, strict=True)]
         groups = itertools.groupby(parts, key=lambda part: part[0])
-        return [_kernels.Matrix.pack(form, [data.reshape(-1) for _, data in group], cols) for form, group in groups]
+        return [self._pack(form, [data for _, data in group], cols) for form, group in groups]
 
     def _gate_up(self, stems: list[str], rows: int, cols: int) -> _kernels.Matrix:
         (form, gate), (_, up) = (self._stored(f"{stem}.weight", rows, cols) for stem in stems)
-        return _kernels.Matrix.pack(form, [gate.reshape(-1), up.reshape(-1)], cols, interleave_halves=True)
+        return self._pack(form, [gate, up], cols, interleave_halves=True)
 
     def _matrix(self, name: str, rows: int, cols: int, *, vocabulary: bool = False) -> _kernels.Matrix:
         form, data = self._stored(name, rows, cols, vocabulary=vocabulary)
-        return _kernels.Matrix.pack(form, [data.reshape(-1)], cols)
+        return self._pack(form, [data], cols)
+
+    def _pack(self, form: str, parts: list[Bytes], cols: int, *, interleave_halves: bool = False) -> _kernels.Matrix:
+        return _kernels.Matrix.pack(form, [part.reshape(-1) for part in parts], cols, interleave_halves, self._arena)
 
     def _stored(self, name: str, rows: int, cols: int, *, vocabulary: bool = False) -> tuple[str, Bytes]:
         """(format, bytes) that the packed matrix shall have. `vocabulary`: 4 bits would be too few."""
