@@ -52,9 +52,9 @@ class BranchTree:
         unaligned fork copies, so that each row's K/V is one flat table and `num_levels` may still be > 1 at page-aligned
         sharing points.
 
-        `level_cost_pages`: what a level of its own costs, in page reads: a run of pages that several rows share becomes one
-        only if that saves at least so many, else it is read with each row's own pages. A step has at most 2 * max_levels
-        levels.
+        `level_cost_pages`: what a level costs, in page reads. Runs of pages that several rows share are read once, in a level
+        of their own, where that level saves at least so many reads in all; else with each row's own pages. At most max_levels
+        such levels are kept, those that save most; with the hard ones a step has at most 2 * max_levels levels.
 
         `table_width`: above 0 each row's pages are kept in the padded `table` of so many columns, and there are no levels
         (`num_levels` is 0). Needs max_levels 1.

@@ -1,11 +1,15 @@
 #include "branchline/level_planner.hpp"
 
+#include <algorithm>
 #include <climits>
 
 namespace branchline {
 
 namespace {
 constexpr int32_t kEnd = INT32_MIN;
+constexpr int32_t kNo = 0;
+constexpr int32_t kHard = 1;
+constexpr int32_t kSoft = 2;
 }  // namespace
 
 LevelPlanner::LevelPlanner(const Tree& tree, int32_t max_batch, int32_t level_cost_pages)
@@ -86,7 +90,9 @@ void LevelPlanner::order_rows(const int32_t* branches, int32_t count, int32_t* o
     }
 }
 
-void LevelPlanner::decide(int32_t s) {
+/// Sets what is known of a segment from what is known of its parent. First all shared runs are kept, to add up what each level
+/// would save; then only those of the chosen levels.
+void LevelPlanner::look_at(int32_t s, bool choosing) {
     const Segment& segment = tree_.segment(s);
     Visit& visit = visits_[at(s)];
     visit.pending = 0;
@@ -94,21 +100,53 @@ void LevelPlanner::decide(int32_t s) {
     visit.soft = 0;
     if (segment.parent != kNone) {
         const Visit& above = visits_[at(segment.parent)];
-        visit.pending = above.kept != 0 ? 0 : above.pending;
-        visit.depth = above.depth + (above.kept != 0 ? 1 : 0);
-        visit.soft = above.soft + (above.kept == 2 ? 1 : 0);
+        visit.pending = above.kept != kNo ? 0 : above.pending;
+        visit.depth = above.depth + (above.kept != kNo ? 1 : 0);
+        visit.soft = above.soft + (above.kept == kSoft ? 1 : 0);
     }
     visit.pending += tree_.pages_read(segment);
-    visit.kept = 0;
+    visit.kept = kNo;
+    if (choosing) visit.choice = kNone;
     if (segment.boundary == Boundary::hard) {
-        visit.kept = 1;
+        visit.kept = kHard;
         return;
     }
     const int32_t child = visit.first_child;
     const bool run_goes_on = child >= 0 && visits_[at(child)].next == kEnd;
     const int32_t rows = visit.end_row - visit.first_row;
-    if (run_goes_on || rows == 1 || visit.pending == 0 || visit.soft == max_soft_) return;
-    if (static_cast<int64_t>(rows - 1) * visit.pending >= level_cost_pages_) visit.kept = 2;
+    if (run_goes_on || rows == 1 || visit.pending == 0) return;
+    if (!choosing) {
+        if (visit.choice >= 0 && chosen_[visit.choice]) visit.kept = kSoft;
+        return;
+    }
+    if (visit.soft == kChoices) return;
+    visit.choice = visit.soft;
+    visit.kept = kSoft;
+    saved_pages_[visit.choice] += static_cast<int64_t>(rows - 1) * visit.pending;
+    num_choices_ = std::max(num_choices_, visit.choice + 1);
+}
+
+/// Chooses the levels that are worth a level.
+void LevelPlanner::choose() {
+    num_choices_ = 0;
+    for (int64_t& saved : saved_pages_) saved = 0;
+    for (int32_t i = 0; i < num_visited_; ++i) look_at(preorder_[at(i)], true);
+    bool all = num_choices_ <= max_soft_;
+    for (int32_t c = 0; c < num_choices_; ++c) {
+        chosen_[c] = saved_pages_[c] >= level_cost_pages_;
+        all = all && chosen_[c];
+    }
+    if (all) return;
+    int32_t chosen = 0;
+    for (int32_t c = 0; c < num_choices_; ++c) chosen += chosen_[c] ? 1 : 0;
+    for (; chosen > max_soft_; --chosen) {  // too many: give up the one that saves least
+        int32_t least = kNone;
+        for (int32_t c = 0; c < num_choices_; ++c) {
+            if (chosen_[c] && (least == kNone || saved_pages_[c] < saved_pages_[least])) least = c;
+        }
+        chosen_[least] = false;
+    }
+    for (int32_t i = 0; i < num_visited_; ++i) look_at(preorder_[at(i)], false);
 }
 
 void LevelPlanner::add_group(int32_t l, int32_t s) {
@@ -159,10 +197,10 @@ void LevelPlanner::fill_first(int32_t s, int32_t pages) {
 void LevelPlanner::build(const int32_t* branches, int32_t count, const int32_t* row_indptr) {
     row_indptr_ = row_indptr;
     num_levels_ = 1;
+    choose();
     for (int32_t i = 0; i < num_visited_; ++i) {
         const int32_t s = preorder_[at(i)];
-        decide(s);
-        if (visits_[at(s)].kept != 0) add_group(visits_[at(s)].depth, s);
+        if (visits_[at(s)].kept != kNo) add_group(visits_[at(s)].depth, s);
     }
     int32_t* ids = kv_indices_.data();
     for (int32_t l = 0; l + 1 < num_levels_; ++l) {
@@ -200,7 +238,7 @@ void LevelPlanner::build(const int32_t* branches, int32_t count, const int32_t* 
         int32_t pending = 0;
         if (branch.parent != kNone) {
             const Visit& above = visits_[at(branch.parent)];
-            pending = above.kept != 0 ? 0 : above.pending;
+            pending = above.kept != kNo ? 0 : above.pending;
         }
         if (ids == kv_indices_.data() && end == 0) {
             fill_first(branch.parent, pending);

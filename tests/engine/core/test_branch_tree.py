@@ -122,6 +122,47 @@ def test_a_shared_segment_is_emitted_once() -> None:
     assert last.tolist() == [1]
 
 
+def pairs_of_rows(tree: _core.BranchTree, pairs: int, pages: int) -> None:
+    """Roots of some full pages, each with two children in the batch."""
+    roots = [tree.root() for _ in range(pairs)]
+    for root in roots:
+        fill(tree, root, pages * tree.page_tokens)
+    for pair, root in enumerate(roots):
+        for i, child in enumerate(tree.fork_many(root, 2).tolist()):
+            tree.join(child, 2 * pair + i, 0)
+
+
+@pytest.mark.parametrize(("pairs", "levels"), [(15, 1), (16, 2)])
+def test_a_level_is_kept_for_what_all_its_groups_save(pairs: int, levels: int) -> None:
+    tree = _core.BranchTree(200, max_batch=64, level_cost_pages=32)
+    pairs_of_rows(tree, pairs, 2)
+    tree.plan()
+    assert tree.num_levels == levels
+    if levels == 2:
+        qo, kv, _, last = tree.level(0)
+        assert qo.tolist() == list(range(0, 33, 2))
+        assert kv.tolist() == list(range(0, 33, 2))
+        assert last.tolist() == [16] * 16
+
+
+def test_of_too_many_levels_those_that_save_most_are_kept() -> None:
+    """Prefixes of 1, 1 and 9 pages, one below the other, with room for one level that is a choice."""
+    tree = _core.BranchTree(200, max_batch=64, max_levels=1, level_cost_pages=1)
+    branch, slot = tree.root(), 0
+    for pages in (1, 1, 9):
+        fill(tree, branch, 16 * pages, slot=63)
+        for _ in range(2):
+            tree.join(tree.fork(branch), slot, 0)
+            slot += 1
+        branch = tree.fork(branch)
+    tree.join(branch, slot, 0)
+    tree.plan()
+    assert tree.num_levels == 2
+    _, kv, _, _ = tree.level(0)
+    assert kv[-1] == 11
+    assert [len(r) for r in row_reads(tree)].count(16 * 11 + 1) == 3
+
+
 def test_5_deep_with_few_levels(make: Any) -> None:
     """Deeper than the levels: the chain copies instead of adding another."""
     tree = make(100, max_levels=3, max_batch=8, level_cost_pages=0)

@@ -21,9 +21,10 @@ struct LevelArrays {
 
 /// Orders rows so that those below one segment are neighbours, and decides which segments are read together.
 ///
-/// A chain of segments between two points where rows part is one *run*. A run that ends in half a page is a level of its own.
-/// Any other is one only if that saves at least `level_cost_pages` page reads, and while no path has more than `max_levels`
-/// such runs; else its pages go on into the tables below it. So a step has at most 2 * max_levels levels.
+/// A chain of segments between two points where rows part is one *run*. A run that ends in half a page is always read by
+/// itself. Any other that several rows share could be: all runs with as many shared runs above them would make one level, which
+/// reads `rows - 1` times fewer pages of each. The `max_levels` such levels that save most are kept, if they save at least
+/// `level_cost_pages`; the pages of the others go on into the tables below them. So a step has at most 2 * max_levels levels.
 class LevelPlanner {
   public:
     LevelPlanner(const Tree& tree, int32_t max_batch, int32_t level_cost_pages);
@@ -39,6 +40,8 @@ class LevelPlanner {
     LevelArrays& own() { return levels_[static_cast<std::size_t>(num_levels_ - 1)]; }
 
   private:
+    static constexpr int32_t kChoices = 64;  // runs below so many shared ones are never read by themselves
+
     /// What is known of a segment that the rows pass through; valid when `epoch` is the current one.
     struct Visit {
         uint32_t epoch;
@@ -49,11 +52,13 @@ class LevelPlanner {
         int32_t pending;  // pages from below the last kept run down to this one's end
         int32_t depth;    // kept runs above
         int32_t soft;     // of those, the ones that were a choice
-        int32_t kept;     // whether a level's group ends here
+        int32_t kept;     // whether a level's group ends here: kNo, kHard or kSoft
+        int32_t choice;   // of a shared run: shared runs above it
     };
 
     static std::size_t at(int32_t i) { return static_cast<std::size_t>(i); }
-    void decide(int32_t segment);
+    void look_at(int32_t segment, bool choosing);
+    void choose();
     void add_group(int32_t level, int32_t segment);
     void fill_up(int32_t segment, int32_t pages, int32_t* end) const;
     void fill_first(int32_t segment, int32_t pages);
@@ -61,9 +66,12 @@ class LevelPlanner {
     const Tree& tree_;
     int32_t level_cost_pages_;
     int32_t max_soft_;
+    int64_t saved_pages_[kChoices] = {};  // by shared runs above: page reads that such a level saves
+    bool chosen_[kChoices] = {};
     uint32_t epoch_ = 0;
     int32_t num_visited_ = 0;
     int32_t num_levels_ = 1;
+    int32_t num_choices_ = 0;
     const int32_t* row_indptr_ = nullptr;
     // What the arena begins with: mostly the prefix that all share, which needn't be written again.
     int32_t first_segment_ = kNone;
