@@ -104,7 +104,9 @@ double largest_error(const std::string& isa, KvType type, int head_dim, ThreadPo
         attention.attend(layer, &shared.q[static_cast<size_t>(begin * q_stride)], q_stride,
                          &shared.k[static_cast<size_t>(begin * kv_stride)], &shared.v[static_cast<size_t>(begin * kv_stride)],
                          kv_stride, out.data(), q_stride, pool.data(), threads);
-        for (int t = begin; t < end; ++t) compare(&out[static_cast<size_t>((t - begin) * q_stride)], shared, t, t + 1, nullptr);
+        for (int t = begin; t < end; ++t)
+            if (t % 7 == 0 || t < begin + 2 || t >= end - 2)
+                compare(&out[static_cast<size_t>((t - begin) * q_stride)], shared, t, t + 1, nullptr);
     }
 
     std::vector<int32_t> rows(kBranches + 1), slots, tails;
