@@ -100,7 +100,7 @@ struct GroupTask {
     int64_t cols;
     const void* panel;  // PanelBlock[cols / 32], or float[cols][16]
     int tokens;         // 1 to 16: the panel's first
-    float* out;         // float[16 tokens][16 rows], aligned to 64
+    float* out;         // float[16 tokens][16 rows], aligned to 64; places after `tokens` may be written too
 };
 using GroupKernel = void (*)(const GroupTask&);
 
