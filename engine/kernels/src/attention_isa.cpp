@@ -123,12 +123,12 @@ BRANCHLINE_INLINE void score(const float* queries, int query_stride, const float
         } else {
 #pragma GCC unroll 4
             for (int j = 0; j < N; ++j) {
-                const Vec first = even(k[j]), second = odd(k[j]);
+                const Vec first = even(k[j]);
 #pragma GCC unroll 12
-                for (int r = 0; r < R; ++r) {
-                    acc[r][j] = fma(set1(queries[r * query_stride + 2 * d]), first, acc[r][j]);
-                    acc[r][j] = fma(set1(queries[r * query_stride + 2 * d + 1]), second, acc[r][j]);
-                }
+                for (int r = 0; r < R; ++r) acc[r][j] = fma(spread(queries[r * query_stride + 2 * d]), first, acc[r][j]);
+                const Vec second = odd(k[j]);
+#pragma GCC unroll 12
+                for (int r = 0; r < R; ++r) acc[r][j] = fma(spread(queries[r * query_stride + 2 * d + 1]), second, acc[r][j]);
             }
         }
     }
