@@ -19,7 +19,7 @@ from tests.numerics.tiny_gguf import write_gguf
 from branchline.engine.config import EngineConfig
 from branchline.engine.engine import Engine
 from branchline.engine.errors import ConfigError, UnsupportedModelError
-from branchline.engine.model.native import NativeModel, Precision, load_native, open_model
+from branchline.engine.model.native import NativeModel, load_native, open_model
 from branchline.engine.model.runner import LoadedModel, find_model, load_model
 
 LICENSE = Path(__file__).parents[2] / "LICENSE"
@@ -36,9 +36,9 @@ STARTS = (
 )  # fmt: skip
 
 
-def native(model: str | Path, *, precision: Precision | None = None, **settings: Any) -> NativeModel:
+def native(model: str | Path, **settings: Any) -> NativeModel:
     config = EngineConfig.from_dict({"model": str(model), "threads": 1, "compute": "native", **settings})
-    return load_native(config, *find_model(config), precision=precision)
+    return load_native(config, *find_model(config))
 
 
 # --- tiny models: every architecture and format ---------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def test_a_gguf_file_gives_the_model_that_was_written(tmp_path: Path, variant: s
     """Inputs that aren't rounded: the reference's weights are what the file holds."""
     reference = tiny_hf.make(variant)
     path = write_gguf(tmp_path / "tiny.gguf", reference, GGMLQuantizationType[kind])
-    model = native(path, precision="exact", kv_dtype="float32")
+    model = native(path, activations="float32", kv_dtype="float32")
     assert model.formats == kind.lower()
     rows = Rows.native(model)
     for prompt in tiny_hf.prompts():
@@ -79,7 +79,7 @@ def test_q_and_k_may_have_another_format_than_v(tmp_path: Path) -> None:
     reference = tiny_hf.make("llama")
     values = reference.model.layers[1].self_attn.v_proj.weight.detach().numpy().copy()
     path = write_gguf(tmp_path / "tiny.gguf", reference, GGMLQuantizationType.Q8_0, tensors={"blk.1.attn_v.weight": values})
-    model = native(path, precision="exact", kv_dtype="float32")
+    model = native(path, activations="float32", kv_dtype="float32")
     assert model.formats == "q8_0/f32"
     prompt = tiny_hf.prompts()[-1]
     expected = tiny_hf.reference_logits(reference, prompt)
@@ -98,15 +98,15 @@ def test_weights_are_quantised_at_load(pair: Callable[[str], Pair], quantize: st
     assert 0 < float(error.norm() / expected.norm()) < bound
 
 
-@pytest.mark.parametrize("precision", ["int8", "exact"])
+@pytest.mark.parametrize("activations", ["int8", "float32"])
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16"])
-def test_a_row_depends_on_nothing_but_itself(tmp_path: Path, precision: Precision, kv_dtype: str) -> None:
+def test_a_row_depends_on_nothing_but_itself(tmp_path: Path, activations: str, kv_dtype: str) -> None:
     """Bit for bit: alone, in batches of any size, prefill beside it, and with any number of threads."""
     path = write_gguf(tmp_path / "tiny.gguf", tiny_hf.make("llama"), GGMLQuantizationType.Q4_1)
     prompts = [[5 + i, 9, 60 + i, 3] * (1 + i % 5) for i in range(40)]
     results: dict[tuple[int, int], torch.Tensor] = {}
     for threads in (1, 2, 3):
-        model = native(path, precision=precision, kv_dtype=kv_dtype, threads=threads)
+        model = native(path, activations=activations, kv_dtype=kv_dtype, threads=threads)
         for count in (1, 2, 5, 17, 40):
             rows = Rows.native(model)
             branches = [rows.tree.root() for _ in range(count)]
@@ -135,6 +135,20 @@ def test_branches_of_one_prefix_do_not_depend_on_their_number(pair: Callable[[st
         found.append(rows.step()[rows.slots.index(0)].clone())
     for logits in found[1:]:
         torch.testing.assert_close(logits, found[0], atol=2e-5, rtol=1e-5)
+
+
+def test_forks_say_what_fresh_sequences_say_where_nothing_is_rounded(smollm2: str, encode: Callable[[str], list[int]]) -> None:
+    prefix = encode(LICENSE.read_text()[:500])
+    tails = [encode(text) for text in (" The author", " It is", " Nobody may", " What")]
+    rows = Rows.native(native(smollm2, activations="float32", kv_dtype="float32"))
+    root = rows.tree.root()
+    rows.tree.prefill(root, 0, np.array(prefix, np.int32))
+    rows.step()
+    for slot, (child, tail) in enumerate(zip(rows.tree.fork_many(root, len(tails)), tails, strict=True)):
+        rows.tree.prefill(int(child), slot, np.array(tail, np.int32))
+    forked = rows.step().clone()[np.argsort(rows.slots)]
+    fresh = torch.stack([rows.logits(prefix + tail)[-1] for tail in tails])
+    torch.testing.assert_close(forked, fresh, atol=1e-3, rtol=0)
 
 
 # --- what it takes, and what it leaves to torch ----------------------------------------------------------------------------
@@ -240,7 +254,7 @@ def test_smollm2_equals_the_torch_path_where_nothing_is_rounded(
 ) -> None:
     ids = encode(LICENSE.read_text()[:400])
     expected = Rows(dequantised, "cpu").logits(ids)
-    found = Rows.native(native(smollm2, precision="exact", kv_dtype="float32")).logits(ids)
+    found = Rows.native(native(smollm2, activations="float32", kv_dtype="float32")).logits(ids)
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=0)
 
 

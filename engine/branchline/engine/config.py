@@ -22,8 +22,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             model's files have them.
         device: "cpu" or "cuda".
         compute: "native": the CPU kernels, one call a step; "torch": any device, dtype and attention backend; "auto":
-            native on the CPU where `attention` is "auto" and `dtype` is "float32", if it can take the model; else torch.
-            "native" rounds the inputs of quantised weights to 8 bits, as llama.cpp does; "torch" dequantises the weights.
+            native on the CPU where `attention` is "auto" and `dtype` is "float32", if it can take the model; else torch,
+            which dequantises the weights.
+        activations: inputs of quantised weights on native. "int8": rounded to 8 bits, as llama.cpp does; near ties between
+            tokens may fall otherwise than in float32, and otherwise in a fork than in a fresh sequence. "float32": not
+            rounded, at half the speed.
         quantize: what the native engine makes of weights that the model's files have as plain numbers, while it loads them:
             "q8_0" (8 bits) or "q4_1" (4 bits; the embedding and the head get 8); None: they stay.
         kv_dtype: of K and V in the page pool; "auto": on native float32 if all weights are, else bfloat16; on torch `dtype`.
@@ -48,6 +51,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     device: Literal["cpu", "cuda"] = "cpu"
     compute: Literal["auto", "native", "torch"] = "auto"
+    activations: Literal["int8", "float32"] = "int8"
     quantize: Literal["q8_0", "q4_1"] | None = None
     kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     attention: str = "auto"

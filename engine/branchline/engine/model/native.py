@@ -141,18 +141,8 @@ def _why_not_packed(name: str, cols: int, source: TensorSource, quantize_to: str
     return None
 
 
-def load_native(
-    config: EngineConfig,
-    files: ModelFiles,
-    model_config: ModelConfig,
-    source: TensorSource,
-    *,
-    precision: Precision | None = None,
-) -> NativeModel:
+def load_native(config: EngineConfig, files: ModelFiles, model_config: ModelConfig, source: TensorSource) -> NativeModel:
     """Pack a model's weights. The source's files can be closed afterwards: nothing is kept of them.
-
-    Args:
-        precision: of the inputs of quantised matrices; None: what is fastest (int8).
 
     Raises CorruptModelError (a tensor is missing, misshapen or left over).
     """
@@ -161,6 +151,7 @@ def load_native(
     weights = WeightReader(source, torch.float32, torch.device("cpu"))
     packer = _Packer(model_config, weights, config.quantize)
     kv_dtype = _kv_dtype(source, config)
+    precision: Precision = "int8" if config.activations == "int8" else "exact"
     llama = packer.pack(threads, config.page_tokens, kv_dtype, precision)
     weights.finish(optional=TIED_HEAD if model_config.tied_embeddings else frozenset())
     logger.info(
@@ -200,7 +191,7 @@ class _Packer:
         return "/".join(name.lower() for name, _ in self._bytes_of.most_common())
 
     def pack(
-        self, threads: _kernels.ThreadPool, page_tokens: int, kv_dtype: KvDtype, precision: Precision | None
+        self, threads: _kernels.ThreadPool, page_tokens: int, kv_dtype: KvDtype, precision: Precision
     ) -> _kernels.LlamaModel:
         """Reads every tensor. Raises CorruptModelError if one is missing or misshapen."""
         config = self._config
