@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
@@ -143,6 +144,64 @@ def test_a_lost_session_fails_all_listeners_and_the_backend_opens_another() -> N
             fresh = await backend.channel()
             assert fresh is not channel
             assert len(await text_of(ask(fresh, "y"))) == 5
+            await backend.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("half", ["branchline-channel-sender", "branchline-channel-reader"])
+def test_a_channel_that_is_cut_off_fails_its_listeners(half: str) -> None:
+    """Ray cancels calls that belong to a request which ended: nobody may wait for ever for what then never comes."""
+
+    async def run() -> None:
+        async with linked() as link:
+            backend = Backend(link)
+            await backend.start()
+            channel = await backend.channel()
+            listener = ask(channel, "x", max_tokens=10**6)
+            await listener.next()
+            next(task for task in asyncio.all_tasks() if task.get_name() == half).cancel()
+            with pytest.raises(ReplicaUnavailableError, match="cut off"):
+                await text_of(listener)
+            assert len(await text_of(ask(await backend.channel(), "y"))) == 5
+            await backend.close()
+
+    asyncio.run(run())
+
+
+def test_a_channel_does_not_belong_to_the_request_that_needed_it_first() -> None:
+    """The first request's client leaves while the channel is opened, and what the request started is cancelled."""
+    request = contextvars.ContextVar("request", default="none")
+    seen: list[tuple[str, str]] = []
+
+    class ContextLink(SpyLink):
+        async def call(self, method: str, *args: bytes | str, replica: str | None = None) -> bytes:
+            seen.append((method, request.get()))
+            await asyncio.sleep(0.05)
+            return await super().call(method, *args, replica=replica)
+
+        async def events(self, session: str, replica: str) -> AsyncGenerator[bytes, None]:
+            seen.append(("events", request.get()))
+            async with contextlib.aclosing(super().events(session, replica)) as stream:
+                async for batch in stream:
+                    yield batch
+
+    async def run() -> None:
+        async with linked() as link:
+            backend = Backend(ContextLink(link.hosts))
+
+            async def first() -> None:
+                request.set("first")
+                await backend.channel()
+
+            task = asyncio.create_task(first())
+            await asyncio.sleep(0.02)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert len(await text_of(ask(await backend.channel(), "y"))) == 5
+            assert {method for method, _ in seen} >= {"describe", "open_session", "events", "submit"}
+            assert {name for _, name in seen} == {"none"}
             await backend.close()
 
     asyncio.run(run())

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Callable
 from functools import partial
 
@@ -127,8 +128,10 @@ class Link:
         self._flushers: list[tuple[int, asyncio.Future[None]]] = []
         self._wake_sender = asyncio.Event()
         self._closing: asyncio.Task[None] | None = None
-        self._sender = self.loop.create_task(self._send(), name="branchline-send")
-        self._reader = self.loop.create_task(self._read(), name="branchline-read")
+        # In a context of their own: where a session is opened within a Serve request, Serve cancels what the request started
+        # when its client leaves.
+        self._sender = self.loop.create_task(self._send(), name="branchline-send", context=contextvars.Context())
+        self._reader = self.loop.create_task(self._read(), name="branchline-read", context=contextvars.Context())
 
     # --- commands ---------------------------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import itertools
 import logging
 from collections import deque
@@ -88,9 +89,10 @@ class Channel:
         self._listeners: dict[int, Listener] = {}
         self._unsent: deque[tuple[Listener, list[msgspec.Raw]]] = deque()
         self._has_unsent = asyncio.Event()
-        self._tasks = (
-            asyncio.create_task(self._send_all(), name="branchline-channel-sender"),
-            asyncio.create_task(self._read_all(), name="branchline-channel-reader"),
+        # In a context of their own: Serve cancels what was started within an HTTP request when its client leaves.
+        self._tasks = tuple(
+            asyncio.create_task(work, name=f"branchline-channel-{name}", context=contextvars.Context())
+            for name, work in (("sender", self._send_all()), ("reader", self._read_all()))
         )
 
     @classmethod
@@ -180,6 +182,8 @@ class Channel:
         except Exception as err:
             logger.exception("commands for replica %s can't be sent", self.replica)
             self._fail(EngineError(f"commands for replica {self.replica} can't be sent: {err!r}"))
+        finally:
+            self._fail_cancelled()
 
     async def _send_each(self, groups: list[tuple[Listener, list[msgspec.Raw]]], refusal: EngineOverloadedError) -> None:
         """A batch was refused as a whole, perhaps for one request's sake: the others, and all releases, go alone."""
@@ -211,3 +215,9 @@ class Channel:
         except msgspec.DecodeError as err:
             logger.exception("events of replica %s can't be read", self.replica)
             self._fail(ReplicaUnavailableError(f"events of replica {self.replica} can't be read: {err}"))
+        finally:
+            self._fail_cancelled()
+
+    def _fail_cancelled(self) -> None:
+        """A channel of which one half has ended is of no use: whoever cancelled it, its listeners must not wait for ever."""
+        self._fail(ReplicaUnavailableError(f"the session on engine replica {self.replica} was cut off; try again"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import logging
 
 from branchline.engine.errors import BranchlineError
@@ -55,7 +56,8 @@ class Backend:
     async def channel(self) -> Channel:
         """The channel with the fewest branches of this gateway. Raises ReplicaUnavailableError when no replica is up."""
         if not self._live():
-            await self._refresh()
+            # For all requests that wait, so not within this one: Serve would cancel it when this one's client leaves.
+            await asyncio.shield(asyncio.create_task(self._refresh(), context=contextvars.Context()))
         live = self._live()
         if not live:
             raise ReplicaUnavailableError("no engine replica is up; try again")
