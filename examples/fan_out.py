@@ -1,6 +1,6 @@
 """One agent reads a document; eight subagents are forked off it and asked at once. Prints what sharing saved.
 
-python examples/fan_out.py [--in-process] [--model …] [--document LICENSE] [--max-tokens 64] [--no-baseline]
+python examples/fan_out.py [--in-process] [--model …] [--document LICENSE] [--max-tokens 64] [--fast] [--no-baseline]
 """
 
 import argparse
@@ -57,18 +57,24 @@ async def demo(session: Session, console: Console, steps: Steps, args: argparse.
 
 async def main(args: argparse.Namespace, console: Console, steps: Steps) -> None:
     target = None if args.in_process else "serve:branchline"
-    config = EngineConfig(model=args.model) if args.in_process else None
+    config = engine_config(args) if args.in_process else None
     async with connect(target, config=config, progress=steps) as session:
         receipt = await demo(session, console, steps, args)
     console.print(receipt.table())
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    if args.fast:
+        return EngineConfig(model=args.model)
+    # Rounded numbers decide near ties otherwise in a fork than in a fresh sequence; these don't, so answers can be compared.
+    return EngineConfig(model=args.model, activations="float32", kv_dtype="float32")
 
 
 def through_ray(args: argparse.Namespace, console: Console, steps: Steps) -> None:
     from branchline.orchestrator import app
     from branchline.orchestrator.config import ServeConfig
 
-    engine = EngineConfig(model=args.model)
-    running = app.start(ServeConfig(engine=engine, port=free_port(8000), dashboard_port=free_port(8265)), steps)
+    running = app.start(ServeConfig(engine=engine_config(args), port=free_port(8000), dashboard_port=free_port(8265)), steps)
     try:
         steps.done()
         console.print(f"[dim]OpenAI API {running.base_url}, Ray dashboard {running.dashboard_url}[/dim]", highlight=False)
@@ -92,6 +98,7 @@ if __name__ == "__main__":
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a built-in name, a .gguf file, a folder or a repository id")
     parser.add_argument("--document", type=Path, default=Path(__file__).parents[1] / "LICENSE", help="what the agent reads")
     parser.add_argument("--max-tokens", type=int, default=64, help="longest answer")
+    parser.add_argument("--fast", action="store_true", help="8-bit inputs and bfloat16 K/V, as the engine does by default")
     parser.add_argument("--no-baseline", action="store_true", help="don't run it without forking")
     options = parser.parse_args()
     terminal = Console()

@@ -12,6 +12,7 @@ from branchline.engine.engine import Engine
 from branchline.engine.types import Append, Chat, Message
 
 LICENSE = Path(__file__).parents[2] / "LICENSE"
+DEMO = {"compute": "native", "activations": "float32", "kv_dtype": "float32"}
 QUESTIONS = [
     "Who may use the work?",
     "What must I keep when I redistribute it?",
@@ -27,10 +28,11 @@ QUESTIONS = [
 @pytest.mark.parametrize(
     ("characters", "max_tokens"), [(1500, 24), pytest.param(20_000, 64, marks=pytest.mark.slow)], ids=["part", "whole"]
 )
-def test_forked_streams_equal_separate_runs(smollm2: str, characters: int, max_tokens: int) -> None:
+@pytest.mark.parametrize("settings", [{"compute": "torch"}, DEMO], ids=["torch", "demo"])
+def test_forked_streams_equal_separate_runs(smollm2: str, settings: dict[str, str], characters: int, max_tokens: int) -> None:
     document = Message(role="system", content="Answer from this document.\n" + LICENSE.read_text()[:characters])
     asked = [Message(role="user", content=question) for question in QUESTIONS]
-    with Engine.load(EngineConfig(model=smollm2, compute="torch")) as engine:
+    with Engine.load(EngineConfig.from_dict({"model": smollm2} | settings)) as engine:
         client = Recorder(engine)
         root = client.context(Chat(messages=(document,)))
         requests = []
