@@ -14,7 +14,7 @@ from branchline.engine.attention.find import find_backend
 from branchline.engine.attention.native import Backend as NativeAttention
 from branchline.engine.model.native import NativeModel, NativeRunner
 from branchline.engine.model.runner import LoadedModel, ModelRunner, Runner
-from branchline.engine.step import Level, Step
+from branchline.engine.step import step_of
 
 PAGE_TOKENS = 16
 
@@ -53,18 +53,7 @@ class Rows:
         """Plan, run and commit. `wanted`: packed tokens whose logits to return; None: those of every row's last token."""
         tree = self.tree
         num_tokens = tree.plan()
-        rows, copies = tree.num_rows, tree.num_copies
-        step = Step(
-            token_ids=tree.token_ids[:num_tokens],
-            positions=tree.positions[:num_tokens],
-            write_slots=tree.write_slots[:num_tokens],
-            row_indptr=tree.row_indptr[: rows + 1],
-            row_slots=tree.row_slots[:rows],
-            levels=tuple(Level(*tree.level(index)) for index in range(tree.num_levels)),
-            copy_src=tree.copy_src[:copies],
-            copy_dst=tree.copy_dst[:copies],
-            copy_tokens=tree.copy_tokens[:copies],
-        )
+        step = step_of(tree, num_tokens)
         last = step.row_indptr[1:] - 1
         logits = self.runner.run(step, last if wanted is None else np.array(wanted, np.int64))
         self.slots = step.row_slots.tolist()

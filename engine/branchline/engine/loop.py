@@ -25,7 +25,7 @@ from branchline.engine.model.sampler import Sampled, Sampler
 from branchline.engine.model.tokenizer import Tokenizer
 from branchline.engine.results import position_logprobs
 from branchline.engine.scheduler.scheduler import Scheduler
-from branchline.engine.step import Level, Step
+from branchline.engine.step import step_of
 from branchline.engine.types import Command, Delta, EngineStats, Finished, FinishReason, Generate, Timing, Usage
 from branchline.engine.work import Generation, Work
 
@@ -435,19 +435,3 @@ class StepLoop:
             prompt_tokens=self._tree.length(branch.node) + len(branch.pending),
             shared_tokens=self._tree.shared_length(branch.node),
         )
-
-
-def step_of(tree: BranchTree, num_tokens: int) -> Step:
-    """The arrays of the core's last plan."""
-    rows, copies = tree.num_rows, tree.num_copies
-    return Step(
-        token_ids=tree.token_ids[:num_tokens],
-        positions=tree.positions[:num_tokens],
-        write_slots=tree.write_slots[:num_tokens],
-        row_indptr=tree.row_indptr[: rows + 1],
-        row_slots=tree.row_slots[:rows],
-        levels=tuple(Level(*tree.level(index)) for index in range(tree.num_levels)),
-        copy_src=tree.copy_src[:copies],
-        copy_dst=tree.copy_dst[:copies],
-        copy_tokens=tree.copy_tokens[:copies],
-    )

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from branchline.engine._core import BranchTree
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -57,3 +61,19 @@ class Step:
     copy_src: Int32Array
     copy_dst: Int32Array
     copy_tokens: Int32Array
+
+
+def step_of(tree: BranchTree, num_tokens: int) -> Step:
+    """The arrays of the core's last plan, which returned `num_tokens`. Borrows them."""
+    rows, copies = tree.num_rows, tree.num_copies
+    return Step(
+        token_ids=tree.token_ids[:num_tokens],
+        positions=tree.positions[:num_tokens],
+        write_slots=tree.write_slots[:num_tokens],
+        row_indptr=tree.row_indptr[: rows + 1],
+        row_slots=tree.row_slots[:rows],
+        levels=tuple(Level(*tree.level(index)) for index in range(tree.num_levels)),
+        copy_src=tree.copy_src[:copies],
+        copy_dst=tree.copy_dst[:copies],
+        copy_tokens=tree.copy_tokens[:copies],
+    )

@@ -3,36 +3,19 @@ copy-on-write, against dense attention over each branch's own tokens."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
 
 from branchline.engine.attention.base import AttentionBackend, PagePool
 from branchline.engine.attention.find import backend_names, find_backend
-from branchline.engine.step import Level, Step
+from branchline.engine.step import step_of
 
 from .trees import PAGE_TOKENS, dense_row, spec_of
 
 core = pytest.importorskip("branchline.engine._core", reason="the compiled core isn't built")
 
 VOCAB, LONGEST, SLOTS = 50, 400, 32
-
-
-def step_of(tree: Any, num_tokens: int) -> Step:
-    rows, copies = tree.num_rows, tree.num_copies
-    return Step(
-        token_ids=tree.token_ids[:num_tokens],
-        positions=tree.positions[:num_tokens],
-        write_slots=tree.write_slots[:num_tokens],
-        row_indptr=tree.row_indptr[: rows + 1],
-        row_slots=tree.row_slots[:rows],
-        levels=tuple(Level(*tree.level(index)) for index in range(tree.num_levels)),
-        copy_src=tree.copy_src[:copies],
-        copy_dst=tree.copy_dst[:copies],
-        copy_tokens=tree.copy_tokens[:copies],
-    )
 
 
 class Grove:
