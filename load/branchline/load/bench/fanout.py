@@ -50,8 +50,8 @@ def ours(threads: int, prefix: int, branches: int, tail: int) -> dict[str, float
     from branchline.engine._core import BranchTree
     from branchline.engine.attention.base import PagePool
     from branchline.engine.attention.native import Backend
-    from branchline.engine.loop import step_of
     from branchline.engine.model.native import NativeModel, NativeRunner, open_model
+    from branchline.engine.step import step_of
     from branchline.engine.threads import set_compute_threads
 
     set_compute_threads(threads)  # torch's, which look for the likeliest tokens
