@@ -12,6 +12,83 @@ from branchline.engine.errors import ConfigError
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 
+class TenantConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One tenant's share and limits; None: no limit.
+
+    Attributes:
+        weight: its share of the service while others wait too, in proportion to theirs.
+        max_branches: alive at once.
+        max_pages: that its branches own at once (shared segments count once).
+        tokens_per_minute: computed and generated.
+    """
+
+    weight: float = 1.0
+    max_branches: int | None = None
+    max_pages: int | None = None
+    tokens_per_minute: int | None = None
+
+
+class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Who runs, who waits, who yields.
+
+    Attributes:
+        policy: "fcfs", "priority", "fair", "deadline", "shortest-remaining", or the import path "package.module:Class" of a
+            class of your own (see `branchline.engine.scheduler.policy`).
+        itl_target_ms: time between a branch's tokens that the prefill budget is adapted to hold; None: the budget is fixed.
+        overcommit: pages that may be promised to running work, over the pages that there are. 1.0: running work yields only
+            when outputs turn out longer than estimated.
+        reserve: growth that is reserved for a generation: "estimate": from the output lengths seen so far, at most its
+            max_tokens; "max": its max_tokens.
+        ageing_s: seconds of waiting that are worth one step of priority.
+        preemption: whether running work may have to yield to work of a higher rank.
+        prefix_cache: keep released K/V until its pages are needed.
+        isolate_tenants: whether the prefix cache keeps tenants apart, so that none can tell from timing what another computed.
+        swap_bytes: host memory into which the K/V of work that yields is copied when that is cheaper than computing it again;
+            0: never. On a CPU, and where a GPU shares the host's memory, it is memory that the pool could have had.
+        tenants: by name. Others have `default_tenant`'s settings each.
+    """
+
+    policy: str = "fair"
+    itl_target_ms: float | None = None
+    overcommit: float = 1.0
+    reserve: Literal["estimate", "max"] = "estimate"
+    ageing_s: float = 5.0
+    preemption: bool = True
+    prefix_cache: bool = True
+    isolate_tenants: bool = True
+    swap_bytes: int = 0
+    tenants: dict[str, TenantConfig] = {}
+    default_tenant: TenantConfig = TenantConfig()
+
+    def validate(self) -> SchedulingConfig:
+        """Return self. Raises ConfigError that names the first setting out of range."""
+        for name in ("itl_target_ms", "ageing_s"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"scheduling.{name} = {value}: expected more than 0", param=f"scheduling.{name}")
+        if self.overcommit < 1.0:
+            raise ConfigError(
+                f"scheduling.overcommit = {self.overcommit}: expected at least 1.0", param="scheduling.overcommit"
+            )
+        if self.swap_bytes < 0:
+            raise ConfigError(f"scheduling.swap_bytes = {self.swap_bytes}: expected at least 0", param="scheduling.swap_bytes")
+        for name, tenant in (*self.tenants.items(), ("default_tenant", self.default_tenant)):
+            if tenant.weight <= 0:
+                raise ConfigError(
+                    f"tenant {name!r}: weight = {tenant.weight}: expected more than 0", param="scheduling.tenants"
+                )
+            for limit in ("max_branches", "max_pages", "tokens_per_minute"):
+                value = getattr(tenant, limit)
+                if value is not None and value < 1:
+                    raise ConfigError(f"tenant {name!r}: {limit} = {value}: expected at least 1", param="scheduling.tenants")
+            if tenant.max_pages is not None and not self.isolate_tenants:
+                raise ConfigError(
+                    f"tenant {name!r}: max_pages needs isolate_tenants: pages that tenants share belong to none of them",
+                    param="scheduling.isolate_tenants",
+                )
+        return self
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How one engine is built.
 
@@ -43,6 +120,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         threads: compute threads; None: the cores that this process may use.
         session_timeout_s: a session from which nothing was heard for so long is closed and its branches released.
         blocked_timeout_s: a request that lacks pages while nothing runs that could free some is refused after so long.
+        scheduling: who runs, who waits, who yields.
         deterministic_seed: the seed that requests without one draw theirs from; None: from the operating system.
     """
 
@@ -67,6 +145,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: int | None = None
     session_timeout_s: float = 60.0
     blocked_timeout_s: float = 10.0
+    scheduling: SchedulingConfig = SchedulingConfig()
     deterministic_seed: int | None = None
 
     def validate(self) -> EngineConfig:
@@ -82,6 +161,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("session_timeout_s", "blocked_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: expected more than 0", param=name)
+        self.scheduling.validate()
         if self.max_step_tokens < self.max_batch:
             raise ConfigError(
                 f"max_step_tokens = {self.max_step_tokens}: expected at least max_batch = {self.max_batch}, "

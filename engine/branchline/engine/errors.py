@@ -15,7 +15,9 @@
     ├── CapacityError                there is no room                                             (HTTP 503)
     │   ├── PoolTooSmallError        the request can never fit the page pool                      (HTTP 400)
     │   ├── PoolExhaustedError       the pages are held by others now                             (HTTP 503)
-    │   └── EngineOverloadedError    the waiting queue is full; try later                         (HTTP 429)
+    │   ├── EngineOverloadedError    the waiting queue is full; try later                         (HTTP 429)
+    │   └── TenantLimitError         the tenant has reached one of its limits; try later          (HTTP 429)
+    ├── DeadlineError                it can't end before its deadline any more, and was dropped   (HTTP 504)
     ├── ModelError                   the model can't be loaded
     │   ├── ModelNotFoundError       no file, folder or repository of that name                   (HTTP 404)
     │   ├── CorruptModelError        the files are damaged or incomplete
@@ -40,22 +42,24 @@ class BranchlineError(Exception):
         status: the HTTP status that the gateway answers with.
         message: what was wrong, what was expected, what to do.
         param: the name of the parameter at fault, if one is.
+        retry_after_s: seconds after which the same call may succeed, if that can be told.
     """
 
     code: ClassVar[str] = "branchline_error"
     status: ClassVar[int] = 500
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(self, message: str, *, param: str | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        self.retry_after_s = retry_after_s
 
     def __reduce__(self) -> tuple[object, ...]:
-        return (_rebuild, (type(self), self.message, self.param))
+        return (_rebuild, (type(self), self.message, self.param, self.retry_after_s))
 
 
-def _rebuild(cls: type[BranchlineError], message: str, param: str | None) -> BranchlineError:
-    return cls(message, param=param)
+def _rebuild(cls: type[BranchlineError], message: str, param: str | None, retry_after_s: float | None) -> BranchlineError:
+    return cls(message, param=param, retry_after_s=retry_after_s)
 
 
 class InvalidRequestError(BranchlineError):
@@ -158,6 +162,20 @@ class EngineOverloadedError(CapacityError):
     status = 429
 
 
+class TenantLimitError(CapacityError):
+    """The tenant has reached its limit of branches, pages or tokens per minute."""
+
+    code = "tenant_limit"
+    status = 429
+
+
+class DeadlineError(BranchlineError):
+    """The work can't end before its deadline any more: it was dropped."""
+
+    code = "deadline_exceeded"
+    status = 504
+
+
 class ModelError(BranchlineError):
     """The model can't be loaded."""
 
@@ -216,15 +234,16 @@ def _walk(cls: type[BranchlineError]) -> dict[str, type[BranchlineError]]:
     return found
 
 
-def from_wire(code: str, message: str, param: str | None = None) -> BranchlineError:
+def from_wire(code: str, message: str, param: str | None = None, retry_after_s: float | None = None) -> BranchlineError:
     """Build the error that a `code` stands for.
 
     Args:
         code: a class's `code`. One that this version doesn't know gives a plain `BranchlineError` whose text names it.
         message: the text that came with it.
         param: the parameter at fault, if any.
+        retry_after_s: when to try again, if that came with it.
     """
     cls = _walk(BranchlineError).get(code)
     if cls is None:
-        return BranchlineError(f"{message} (error code {code!r})", param=param)
-    return cls(message, param=param)
+        return BranchlineError(f"{message} (error code {code!r})", param=param, retry_after_s=retry_after_s)
+    return cls(message, param=param, retry_after_s=retry_after_s)

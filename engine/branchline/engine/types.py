@@ -124,12 +124,44 @@ Content = Text | TokenIds | Chat
 
 # --- commands -----------------------------------------------------------------------------------------------------------
 
+QoS = Literal["interactive", "standard", "batch"]
+MAX_PRIORITY = 100
 
-class Context(msgspec.Struct, frozen=True, tag="context", tag_field="op", forbid_unknown_fields=True):
-    """Make the root branch `branch` and compute `content` on it. Answered by `Ready` (or `Failed`)."""
+
+class Service(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How soon work is to be served.
+
+    Attributes:
+        priority: higher goes first, within the class of service (-100 to 100).
+        qos: class of service: "interactive" goes before "standard", and that before "batch"; all of them age.
+        deadline_ms: milliseconds from the moment when the command came; work that can no longer end in time is dropped with
+            DeadlineError. None: no deadline.
+    """
+
+    priority: int = 0
+    qos: QoS = "standard"
+    deadline_ms: float | None = None
+
+    def validate(self) -> Service:
+        """Return self. Raises InvalidParameterError that names the first field out of range."""
+        _check(-MAX_PRIORITY <= self.priority <= MAX_PRIORITY, "priority", self.priority, "an integer from -100 to 100")
+        _check(self.deadline_ms is None or self.deadline_ms > 0, "deadline_ms", self.deadline_ms, "a number above 0, or none")
+        return self
+
+
+DEFAULT_SERVICE = Service()
+
+
+class Context(msgspec.Struct, frozen=True, tag="context", tag_field="op", forbid_unknown_fields=True, omit_defaults=True):
+    """Make the root branch `branch` and compute `content` on it. Answered by `Ready` (or `Failed`).
+
+    What the prefix cache holds of the content isn't computed again. `pin`: its pages stay while the branch lives, also when
+    memory is short; else an idle branch may have to be computed again when it's next used."""
 
     branch: int
     content: Content
+    pin: bool = False
+    service: Service = DEFAULT_SERVICE
 
 
 class Fork(msgspec.Struct, frozen=True, tag="fork", tag_field="op", forbid_unknown_fields=True):
@@ -151,19 +183,44 @@ class Attach(msgspec.Struct, frozen=True, tag="attach", tag_field="op", forbid_u
     source: int
 
 
-class Append(msgspec.Struct, frozen=True, tag="append", tag_field="op", forbid_unknown_fields=True):
+class Append(msgspec.Struct, frozen=True, tag="append", tag_field="op", forbid_unknown_fields=True, omit_defaults=True):
     """Put `content` at the end of `branch` (after a generation that runs there ended). Answered by `Ready`."""
 
     branch: int
     content: Content
+    service: Service = DEFAULT_SERVICE
 
 
-class Generate(msgspec.Struct, frozen=True, tag="generate", tag_field="op", forbid_unknown_fields=True):
+class Generate(msgspec.Struct, frozen=True, tag="generate", tag_field="op", forbid_unknown_fields=True, omit_defaults=True):
     """Generate on `branch`. Answered by `Delta`s and one `Finished` (or `Failed`), all with this `request` id."""
 
     branch: int
     request: int
     params: SamplingParams = SamplingParams()
+    service: Service = DEFAULT_SERVICE
+
+
+class Adopt(msgspec.Struct, frozen=True, tag="adopt", tag_field="op", forbid_unknown_fields=True):
+    """Make the state of `child` the state of `branch` (of the same session, and any branch may be adopted). Copies no K/V.
+    Takes effect in its turn on both; `child` is released by it, and what `branch` held is given up. Answered by `Adopted`."""
+
+    branch: int
+    child: int
+
+
+class Race(msgspec.Struct, frozen=True, tag="race", tag_field="op", forbid_unknown_fields=True):
+    """Keep the first `winners` of `branches` whose next generation ends by itself (not cancelled or failed). At that step the
+    other branches are released, as `Release` does. Answered by `Raced`, also when too few can win any more."""
+
+    branches: tuple[int, ...]
+    winners: int = 1
+
+
+class Pin(msgspec.Struct, frozen=True, tag="pin", tag_field="op", forbid_unknown_fields=True):
+    """Keep the pages of `branch` while it lives (`pinned`), or let them be given up while it's idle. In order."""
+
+    branch: int
+    pinned: bool = True
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel", tag_field="op", forbid_unknown_fields=True):
@@ -188,17 +245,18 @@ class Inspect(msgspec.Struct, frozen=True, tag="inspect", tag_field="op", forbid
     request: int
 
 
-Command = Context | Fork | Attach | Append | Generate | Cancel | Release | Inspect
+Command = Context | Fork | Attach | Append | Generate | Adopt | Race | Pin | Cancel | Release | Inspect
 
 # --- events -------------------------------------------------------------------------------------------------------------
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error as it travels; `errors.from_wire(code, message, param)` makes the exception."""
+    """An error as it travels; `errors.from_wire(code, message, param, retry_after_s)` makes the exception."""
 
     code: str
     message: str
     param: str | None = None
+    retry_after_s: float | None = None
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="ev"):
@@ -223,6 +281,21 @@ class Forked(msgspec.Struct, frozen=True, tag="forked", tag_field="ev"):
     first: int
     count: int
     fork_s: float
+
+
+class Adopted(msgspec.Struct, frozen=True, tag="adopted", tag_field="ev"):
+    """An `Adopt` took effect: `child` is released, and `branch` has `num_tokens` tokens."""
+
+    branch: int
+    child: int
+    num_tokens: int
+
+
+class Raced(msgspec.Struct, frozen=True, tag="raced", tag_field="ev"):
+    """A `Race` is over: who won, in the order in which they ended, and who was released."""
+
+    winners: tuple[int, ...]
+    losers: tuple[int, ...]
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):
@@ -268,11 +341,15 @@ class Timing(msgspec.Struct, frozen=True):
         queue_s: until its first step began.
         first_token_s: until its first token was sampled.
         total_s: until it ended.
+        preemptions: how often it had to yield.
+        preempted_s: how long it had no place in the batch because of them.
     """
 
     queue_s: float
     first_token_s: float
     total_s: float
+    preemptions: int = 0
+    preempted_s: float = 0.0
 
 
 class Finished(msgspec.Struct, frozen=True, tag="finished", tag_field="ev", omit_defaults=True):
@@ -313,7 +390,7 @@ class Info(msgspec.Struct, frozen=True, tag="info", tag_field="ev"):
     depth: int
 
 
-Event = Ready | Forked | Delta | Finished | Failed | Info
+Event = Ready | Forked | Adopted | Raced | Delta | Finished | Failed | Info
 
 # --- what an engine says of itself --------------------------------------------------------------------------------------
 
@@ -354,6 +431,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         plan_s: in the compiled core's plan and commit.
         python_s: in everything else that a step does.
         idle_s: waiting for work.
+        pages_cached: pages that only the prefix cache holds; they are free as soon as they are needed.
+        cached_tokens: tokens of contexts that the prefix cache had, so that they weren't computed.
+        preemptions: how often running work had to yield.
+        recomputed_tokens: tokens that were computed again because their pages had been given up.
+        swapped_pages: pages that were copied out to swap space.
+        dropped: work that could no longer meet its deadline.
+        refused: work that a limit or the full queue refused.
     """
 
     steps: int
@@ -371,3 +455,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     plan_s: float
     python_s: float
     idle_s: float
+    pages_cached: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    swapped_pages: int = 0
+    dropped: int = 0
+    refused: int = 0
