@@ -31,19 +31,18 @@ class Ownership {
 
     void list(const PageList& list, const char* kind, int64_t owner) {
         require(list.count >= 0 && list.count <= pool_.num_pages(), kind, owner, "has an impossible number of pages");
-        int32_t last = kNone;
+        if (list.in_chunks()) {
+            int32_t next = list.first_chunk();
+            for (int32_t rest = list.count; rest > 0; rest -= PagePool::kChunk) {
+                chunk(next);
+                require(rest > PagePool::kChunk || next == list.last_chunk(), kind, owner, "misremembers its last chunk");
+                next = pool_.next_chunk(next);
+            }
+        }
         pool_.for_each(list, [&](int32_t, int32_t p) {
             page(p);
-            last = p;
             return true;
         });
-        require(list.count == 0 || last == list.last_page, kind, owner, "misremembers its last page");
-        int32_t next = list.first_chunk;
-        for (int32_t rest = list.count - PageList::kInline; rest > 0; rest -= PagePool::kChunk) {
-            chunk(next);
-            require(rest > PagePool::kChunk || next == list.last_chunk, kind, owner, "misremembers its last chunk");
-            next = pool_.next_chunk(next);
-        }
     }
 
     void require_complete() const {
@@ -69,9 +68,14 @@ class Ownership {
 void Tree::check(const std::vector<std::pair<const PageList*, int32_t>>& lent) const {
     const int32_t page_tokens = pool_.page_tokens();
     Ownership ownership(pool_);
-    for (int32_t i = 0; i < pool_.num_free(); ++i) ownership.page(pool_.free_pages()[i]);
+    int32_t num_free = 0;
+    pool_.for_each_free([&](int32_t page) {
+        ownership.page(page);
+        ++num_free;
+    });
+    require(num_free == pool_.num_free(), "free pages are miscounted");
     for (int32_t i = 0; i < pool_.num_used(); ++i) ownership.page(pool_.used_pages()[i]);
-    for (int32_t i = 0; i < pool_.num_free_chunks(); ++i) ownership.chunk(pool_.free_chunks()[i]);
+    for (int32_t i = 0; i < pool_.num_free_chunks(); ++i) ownership.chunk(pool_.free_chunk(i));
     std::vector<int32_t> of_tenant(index(kTenants));
     for (const auto& [pages, tenant] : lent) {
         ownership.list(*pages, "a lease of tenant", tenant);

@@ -7,13 +7,11 @@ namespace branchline {
 
 namespace {
 
-std::size_t at(int32_t i) { return static_cast<std::size_t>(i); }
-
-/// Copies a whole chunk, however many of its numbers count: a few vector moves instead of a loop. The stacks have kChunk
-/// entries more than they need, so that this stays inside them.
+/// Copies so many numbers, however many of them count: a few vector moves instead of a loop. Stacks have kChunk entries more
+/// than they need, so that this stays inside them.
 template <int32_t Count>
-void copy_ids_wide(int32_t* out, const int32_t* in) {
-    std::memcpy(out, in, sizeof(int32_t) * at(Count));
+void copy_wide(int32_t* out, const int32_t* in) {
+    std::memcpy(out, in, sizeof(int32_t) * static_cast<std::size_t>(Count));
 }
 
 }  // namespace
@@ -24,35 +22,54 @@ PagePool::PagePool(int32_t num_pages, int32_t page_tokens, bool keep_used)
       keep_used_(keep_used),
       num_free_(num_pages),
       num_used_(0),
-      num_free_chunks_(num_pages / (PageList::kInline + 1) + 1),
-      free_(at(num_pages) + kChunk),
+      loose_(at(num_pages) + kChunk),
       used_(keep_used ? at(num_pages) + kChunk : 0),
       tokens_(at(num_pages) * at(page_tokens)),
-      chunks_(at(num_free_chunks_) * kChunk),
-      chunk_next_(at(num_free_chunks_)),
-      chunk_prev_(at(num_free_chunks_)),
-      free_chunks_(at(num_free_chunks_)) {
+      chunks_((at(num_pages) / (PageList::kInline + 1) + 1) * kChunk),
+      chunk_next_(chunks_.size() / kChunk),
+      chunk_prev_(chunks_.size() / kChunk),
+      full_chunks_(chunks_.size() / kChunk),
+      empty_chunks_(chunks_.size() / kChunk) {
     // Stacks that hand out ascending numbers at first.
-    for (int32_t i = 0; i < num_pages; ++i) free_[at(i)] = num_pages - 1 - i;
-    for (int32_t i = 0; i < num_free_chunks_; ++i) free_chunks_[at(i)] = num_free_chunks_ - 1 - i;
+    const int32_t full = num_pages / kChunk;
+    const int32_t rest = num_pages % kChunk;
+    for (int32_t page = rest - 1; page >= 0; --page) loose_[at(num_loose_++)] = page;
+    for (int32_t c = num_chunks() - 1; c >= full; --c) give_empty_chunk(c);
+    for (int32_t c = full - 1; c >= 0; --c) {
+        full_chunks_[at(num_full_chunks_++)] = c;
+        for (int32_t i = 0; i < kChunk; ++i) chunk_ids(c)[i] = rest + c * kChunk + i;
+    }
+}
+
+/// Empties full chunks until at least `count` free pages are loose. So many must be free.
+void PagePool::loosen(int32_t count) {
+    while (num_loose_ < count) {
+        const int32_t chunk = full_chunks_[at(--num_full_chunks_)];
+        const int32_t* ids = chunk_ids(chunk);
+        for (int32_t i = 0; i < kChunk; ++i) loose_[at(num_loose_ + i)] = ids[kChunk - 1 - i];
+        num_loose_ += kChunk;
+        give_empty_chunk(chunk);
+    }
 }
 
 void PagePool::take_many(PageList& list, int32_t count) {
     list.count = count;
-    if (count == 0) return;
-    const int32_t* ids = free_.data() + (num_free_ -= count);
-    list.last_page = ids[count - 1];
-    copy_ids_wide<PageList::kInline>(list.inline_ids, ids);
-    for (int32_t done = PageList::kInline; done < count; done += kChunk) {
-        const int32_t chunk = free_chunks_[at(--num_free_chunks_)];
-        if (done == PageList::kInline) {
-            list.first_chunk = chunk;
-        } else {
-            chunk_next_[at(list.last_chunk)] = chunk;
-            chunk_prev_[at(chunk)] = list.last_chunk;
-        }
-        list.last_chunk = chunk;
-        copy_ids_wide<kChunk>(chunks_.data() + at(chunk) * kChunk, ids + done);
+    if (count <= PageList::kInline) {
+        copy_wide<PageList::kInline>(list.ids, take_ids(count));
+        return;
+    }
+    int32_t done = 0;
+    for (; done + kChunk <= count && num_full_chunks_ > 0; done += kChunk) {
+        link(list, full_chunks_[at(--num_full_chunks_)], done == 0);
+    }
+    num_free_ -= done;
+    while (done < count) {
+        const int32_t some = std::min(count - done, kChunk);
+        const int32_t* const ids = take_ids(some);  // first: it may empty the chunk that is taken next
+        const int32_t chunk = take_empty_chunk();
+        copy_wide<kChunk>(chunk_ids(chunk), ids);
+        link(list, chunk, done == 0);
+        done += some;
     }
 }
 
@@ -60,58 +77,66 @@ void PagePool::give(int32_t page) {
     if (keep_used_) {
         used_[at((num_used_ += 1) - 1)] = page;
     } else {
-        free_[at((num_free_ += 1) - 1)] = page;
+        num_free_ += 1;
+        loose_[at(num_loose_++)] = page;
     }
 }
 
 int32_t PagePool::detach_last(PageList& list) {
-    const int32_t page = list.last_page;
-    const int32_t i = --list.count;
-    if (i >= PageList::kInline && (i - PageList::kInline) % kChunk == 0) {
-        const int32_t chunk = list.last_chunk;
-        free_chunks_[at(num_free_chunks_++)] = chunk;
-        if (i > PageList::kInline) list.last_chunk = chunk_prev_[at(chunk)];
+    const int32_t page = last_page(list);
+    const int32_t i = list.count - 1;
+    if (i >= PageList::kInline) {
+        const int32_t chunk = list.last_chunk();
+        if (i == PageList::kInline) {
+            copy_wide<PageList::kInline>(list.ids, chunk_ids(chunk));
+            give_empty_chunk(chunk);
+        } else if (i % kChunk == 0) {
+            list.ids[1] = chunk_prev_[at(chunk)];
+            give_empty_chunk(chunk);
+        }
     }
-    if (i > PageList::kInline) {
-        list.last_page = chunks_[at(list.last_chunk) * kChunk + at((i - 1 - PageList::kInline) % kChunk)];
-    } else if (i > 0) {
-        list.last_page = list.inline_ids[i - 1];
-    }
+    list.count = i;
     return page;
 }
 
 void PagePool::give_last(PageList& list) { give(detach_last(list)); }
 
-void PagePool::free_chunks_of(const PageList& list) {
-    if (list.count <= PageList::kInline) return;
-    int32_t chunk = list.first_chunk;
-    for (;;) {
-        free_chunks_[at(num_free_chunks_++)] = chunk;
-        if (chunk == list.last_chunk) return;
-        chunk = chunk_next_[at(chunk)];
-    }
-}
-
 void PagePool::give_all(PageList& list) {
-    Gauge<int32_t>& top = keep_used_ ? num_used_ : num_free_;
-    int32_t* out = (keep_used_ ? used_ : free_).data() + top;
     const int32_t count = list.count;
-    copy_ids_wide<PageList::kInline>(out, list.inline_ids);
-    int32_t chunk = list.first_chunk;
-    for (int32_t done = PageList::kInline; done < count; done += kChunk) {
-        copy_ids_wide<kChunk>(out + done, chunks_.data() + at(chunk) * kChunk);
-        free_chunks_[at(num_free_chunks_++)] = chunk;
-        if (done + kChunk < count) chunk = chunk_next_[at(chunk)];
-    }
-    top += count;
     list.count = 0;
+    int32_t* out = keep_used_ ? used_.data() + num_used_ : loose_.data() + num_loose_;
+    (keep_used_ ? num_used_ : num_free_) += count;
+    int32_t copied = count;
+    if (count <= PageList::kInline) {
+        copy_wide<PageList::kInline>(out, list.ids);
+    } else {
+        int32_t chunk = list.first_chunk();
+        for (int32_t rest = count;; rest -= kChunk) {
+            if (rest >= kChunk && !keep_used_) {
+                full_chunks_[at(num_full_chunks_++)] = chunk;
+                copied -= kChunk;
+            } else {
+                copy_wide<kChunk>(out, chunk_ids(chunk));
+                out += kChunk;
+                give_empty_chunk(chunk);
+            }
+            if (rest <= kChunk) break;
+            chunk = chunk_next_[at(chunk)];
+        }
+    }
+    if (!keep_used_) num_loose_ += copied;
 }
 
 void PagePool::split(PageList& list, int32_t count, PageList& upper) {
-    int32_t* const ids = free_.data() + num_free_;  // these pages aren't free, so there is room
+    int32_t* const ids = loose_.data() + num_loose_;  // these pages aren't free, so there is room
     const int32_t total = list.count;
     copy_ids(list, total, ids);
-    free_chunks_of(list);
+    if (list.in_chunks()) {
+        for (int32_t chunk = list.first_chunk();; chunk = chunk_next_[at(chunk)]) {
+            give_empty_chunk(chunk);
+            if (chunk == list.last_chunk()) break;
+        }
+    }
     list.count = 0;
     for (int32_t i = 0; i < count; ++i) attach(upper, ids[i]);
     for (int32_t i = count; i < total; ++i) attach(list, ids[i]);
@@ -119,31 +144,28 @@ void PagePool::split(PageList& list, int32_t count, PageList& upper) {
 
 int32_t PagePool::take_used(int32_t* out) {
     const int32_t count = num_used_;
-    for (int32_t i = 0; i < count; ++i) {
-        out[i] = used_[at(i)];
-        free_[at(num_free_ + i)] = used_[at(i)];
-    }
+    for (int32_t i = 0; i < count; ++i) out[i] = loose_[at(num_loose_ + i)] = used_[at(i)];
     num_used_ = 0;
     num_free_ += count;
+    num_loose_ += count;
     return count;
 }
 
 void PagePool::copy_ids(const PageList& list, int32_t count, int32_t* out) const {
-    const int32_t head = std::min(count, PageList::kInline);
-    for (int32_t i = 0; i < head; ++i) out[i] = list.inline_ids[i];
-    out += head;
-    int32_t rest = count - head;
-    int32_t chunk = list.first_chunk;
-    while (rest > 0) {
-        const int32_t* ids = chunks_.data() + at(chunk) * kChunk;
+    if (!list.in_chunks()) {
+        for (int32_t i = 0; i < count; ++i) out[i] = list.ids[i];
+        return;
+    }
+    int32_t chunk = list.first_chunk();
+    for (int32_t rest = count; rest > 0; rest -= kChunk) {
+        const int32_t* const ids = chunk_ids(chunk);
         if (rest < kChunk) {
             for (int32_t i = 0; i < rest; ++i) out[i] = ids[i];
             return;
         }
-        std::memcpy(out, ids, kChunk * sizeof(int32_t));
+        copy_wide<kChunk>(out, ids);
         out += kChunk;
-        rest -= kChunk;
-        if (rest > 0) chunk = chunk_next_[at(chunk)];
+        chunk = chunk_next_[at(chunk)];
     }
 }
 

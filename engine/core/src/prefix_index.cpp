@@ -27,7 +27,9 @@ bool PrefixIndex::same_page(const int32_t* a, const int32_t* b) const {
     return std::memcmp(a, b, sizeof(int32_t) * at(tree_.pool().page_tokens())) == 0;
 }
 
-const int32_t* PrefixIndex::first_page(int32_t s) const { return tree_.pool().tokens_of(tree_.segment(s).pages.inline_ids[0]); }
+const int32_t* PrefixIndex::first_page(int32_t s) const {
+    return tree_.pool().tokens_of(tree_.pool().first_page(tree_.segment(s).pages));
+}
 
 int32_t PrefixIndex::find(int32_t parent, int32_t tenant, const int32_t* page) const {
     const uint32_t hash = hash_of(parent, tenant, page);

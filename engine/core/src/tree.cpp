@@ -220,7 +220,7 @@ bool Tree::append(int32_t i, const int32_t* tokens, int32_t count, int32_t* writ
         const Segment& segment = segments_[index(branch.parent)];
         if (segment.boundary == Boundary::copied) {
             branch.lead = static_cast<uint16_t>(stored(segment) % page_tokens);
-            copy = PageCopy{segment.pages.last_page, take_page(i), branch.lead};
+            copy = PageCopy{pool_.last_page(segment.pages), take_page(i), branch.lead};
             std::memcpy(pool_.tokens_of(copy.dst), pool_.tokens_of(copy.src), sizeof(int32_t) * index(branch.lead));
             copied = true;
         }
@@ -229,7 +229,7 @@ bool Tree::append(int32_t i, const int32_t* tokens, int32_t count, int32_t* writ
     int32_t done = 0;
     while (done < count) {
         const int32_t offset = on_pages % page_tokens;
-        const int32_t page = offset == 0 ? take_page(i) : tail.last_page;
+        const int32_t page = offset == 0 ? take_page(i) : pool_.last_page(tail);
         const int32_t run = std::min(count - done, page_tokens - offset);
         const int32_t first_slot = page * page_tokens + offset;
         std::memcpy(pool_.tokens() + first_slot, tokens + done, sizeof(int32_t) * index(run));

@@ -283,7 +283,7 @@ void RandomWalk::lend() {
         return;
     }
     try {
-        const int32_t pages = draw(0, 20);
+        const int32_t pages = draw(0, 3) == 0 ? draw(0, 70) : draw(0, 20);
         const Handle lease = tree_.lend(pages, draw(0, 2));
         EXPECT(tree_.leased_pages(lease).size() == static_cast<std::size_t>(pages));
         leases_.push_back(lease);

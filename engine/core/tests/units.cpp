@@ -41,7 +41,7 @@ void page_lists_grow_and_shrink_across_chunks() {
     PagePool pool(500, 4, false);
     PageList list{};
     for (int32_t i = 0; i < 300; ++i) {
-        EXPECT(pool.take(list) == list.last_page);
+        EXPECT(pool.take(list) == pool.last_page(list));
         EXPECT(list.count == i + 1);
     }
     std::vector<int32_t> ids(300);
@@ -49,9 +49,9 @@ void page_lists_grow_and_shrink_across_chunks() {
     EXPECT(ids == counting(300));
     PageList upper{};
     pool.split(list, 123, upper);
-    EXPECT(upper.count == 123 && list.count == 177 && upper.last_page == 122 && list.last_page == 299);
+    EXPECT(upper.count == 123 && list.count == 177 && pool.last_page(upper) == 122 && pool.last_page(list) == 299);
     for (int32_t i = 299; i >= 123; --i) {
-        EXPECT(list.last_page == i);
+        EXPECT(pool.last_page(list) == i);
         pool.give_last(list);
     }
     pool.give_all(upper);
@@ -62,6 +62,39 @@ void page_lists_grow_and_shrink_across_chunks() {
     int32_t seen = 0;
     pool.for_each(list, [&](int32_t i, int32_t) { return ++seen == i + 1; });
     EXPECT(seen == 500);
+}
+
+void long_lists_take_full_chunks_and_loose_pages_alike() {
+    PagePool pool(200, 4, false);
+    const auto ids_of = [&](const PageList& list) {
+        std::vector<int32_t> ids(static_cast<std::size_t>(list.count));
+        pool.copy_ids(list, list.count, ids.data());
+        return ids;
+    };
+    std::vector<PageList> singles(40);
+    for (PageList& list : singles) pool.take(list);
+    for (const int32_t count : {7, 8, 16, 17, 32, 41, 160}) {
+        // What was left loose by others is used up too, and nobody's page is taken twice.
+        PageList list{};
+        pool.take_many(list, count);
+        EXPECT(list.count == count && pool.num_free() == 160 - count);
+        std::vector<char> seen(200);
+        for (const PageList& single : singles) seen[static_cast<std::size_t>(pool.first_page(single))] = 1;
+        for (const int32_t page : ids_of(list)) EXPECT(seen[static_cast<std::size_t>(page)]++ == 0);
+        EXPECT(pool.last_page(list) == ids_of(list).back() && pool.first_page(list) == ids_of(list).front());
+        pool.for_each_free([&](int32_t page) { EXPECT(seen[static_cast<std::size_t>(page)]++ == 0); });
+        // It grows and shrinks like any other.
+        if (pool.num_free() > 0) {
+            const int32_t page = pool.take(list);
+            EXPECT(pool.detach_last(list) == page && list.count == count);
+            pool.attach(list, page);
+            pool.give_last(list);
+        }
+        pool.give_all(list);
+        EXPECT(pool.num_free() == 160);
+    }
+    for (PageList& list : singles) pool.give_all(list);
+    EXPECT(pool.num_free() == 200 && pool.num_free_chunks() == pool.num_chunks());
 }
 
 void many_small_owners_fit_the_chunks() {
@@ -190,6 +223,7 @@ void bad_sizes_are_refused() {
 
 int main() {
     page_lists_grow_and_shrink_across_chunks();
+    long_lists_take_full_chunks_and_loose_pages_alike();
     many_small_owners_fit_the_chunks();
     a_fork_shares_and_a_copy_starts_full_pages_only();
     the_index_finds_whole_pages_and_evicts_leaves_first();
