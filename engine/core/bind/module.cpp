@@ -4,10 +4,10 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/tuple.h>
 
-#include <memory>
 #include <tuple>
 #include <vector>
 
+#include "arrays.hpp"
 #include "branchline/branch_tree.hpp"
 #include "branchline/copy_pages.hpp"
 
@@ -17,37 +17,21 @@ using namespace nb::literals;
 namespace branchline {
 namespace {
 
-using IntVector = nb::ndarray<nb::numpy, int32_t, nb::ndim<1>>;
-using HandleVector = nb::ndarray<nb::numpy, uint64_t, nb::ndim<1>>;
 using TokensArg = nb::ndarray<const int32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using HandlesArg = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-/// A new array that owns a copy of `values`.
-IntVector owned(const std::vector<int32_t>& values) {
-    auto data = std::make_unique_for_overwrite<int32_t[]>(values.size());
-    std::copy(values.begin(), values.end(), data.get());
-    nb::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<int32_t*>(p); });
-    return IntVector(data.release(), {values.size()}, owner);
-}
-
-/// A new array of handles that `fill` writes. It must not throw.
-template <typename Fill>
-HandleVector new_handles(int64_t count, Fill fill) {
-    auto data = std::make_unique_for_overwrite<Handle[]>(static_cast<std::size_t>(count));
-    nb::capsule owner(data.get(), [](void* p) noexcept { delete[] static_cast<Handle*>(p); });
-    Handle* const out = data.release();
-    fill(out);
-    return HandleVector(out, {static_cast<std::size_t>(count)}, owner);
-}
-
-HandleVector fork_many(BranchTree& self, Handle branch, int64_t count) {
+nb::object fork_many(BranchTree& self, Handle branch, int64_t count) {
     self.require_fork(branch, count);
-    return new_handles(count, [&](Handle* out) { self.fork_many(branch, count, out); });
+    NewHandles made = new_handles(count);
+    self.fork_many(branch, count, made.data);
+    return std::move(made.array);
 }
 
-HandleVector lend_many(BranchTree& self, int64_t count, int64_t num_pages, int64_t tenant) {
+nb::object lend_many(BranchTree& self, int64_t count, int64_t num_pages, int64_t tenant) {
     self.require_lend(count, num_pages, tenant);
-    return new_handles(count, [&](Handle* out) { self.lend_many(count, num_pages, tenant, out); });
+    NewHandles made = new_handles(count);
+    self.lend_many(count, num_pages, tenant, made.data);
+    return std::move(made.array);
 }
 
 nb::dict counters(const BranchTree& self) {
@@ -95,22 +79,22 @@ int64_t copy_pool_pages(const nb::ndarray<nb::ndim<6>, nb::c_contig, nb::device:
     return copy_pages(layout, from.data(), to.data(), filled.data(), count);
 }
 
-/// A view of memory that `self` owns.
-IntVector view(nb::handle self, int32_t* data, int32_t size) {
-    return IntVector(data, {static_cast<std::size_t>(size)}, self);
-}
-
 template <int32_t* (Batch::*Data)(), int32_t (Batch::*Size)() const, int Extra = 0>
-IntVector batch_view(nb::handle self) {
+nb::object batch_view(nb::handle self) {
     Batch& batch = nb::cast<BranchTree&>(self).batch();
-    return view(self, (batch.*Data)(), (batch.*Size)() + Extra);
+    return view_of(self, (batch.*Data)(), (batch.*Size)() + Extra);
 }
 
-std::tuple<IntVector, IntVector, IntVector, IntVector> level_views(nb::handle self, int64_t index) {
+nb::object table_view(nb::handle self) {
+    Batch& batch = nb::cast<BranchTree&>(self).batch();
+    return view_of(self, batch.table(), batch.max_batch(), batch.table_width());
+}
+
+std::tuple<nb::object, nb::object, nb::object, nb::object> level_views(nb::handle self, int64_t index) {
     const LevelArrays& level = nb::cast<BranchTree&>(self).level(index);
     const int32_t groups = level.num_groups;
-    return {view(self, level.qo_indptr, groups + 1), view(self, level.kv_indptr, groups + 1),
-            view(self, level.kv_indices, level.num_indices), view(self, level.last_page_len, groups)};
+    return {view_of(self, level.qo_indptr, groups + 1), view_of(self, level.kv_indptr, groups + 1),
+            view_of(self, level.kv_indices, level.num_indices), view_of(self, level.last_page_len, groups)};
 }
 
 void copy_array(nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> dst,
@@ -192,8 +176,8 @@ NB_MODULE(_core, m) {
         .def("truncate", &BranchTree::truncate)
         .def("length", &BranchTree::length)
         .def("shared_length", &BranchTree::shared_length)
-        .def("tokens", [](BranchTree& self, Handle branch) { return owned(self.tokens(branch)); }, "branch"_a)
-        .def("pages", [](BranchTree& self, Handle branch) { return owned(self.pages(branch)); }, "branch"_a)
+        .def("tokens", [](BranchTree& self, Handle branch) { return copy_of(self.tokens(branch)); }, "branch"_a)
+        .def("pages", [](BranchTree& self, Handle branch) { return copy_of(self.pages(branch)); }, "branch"_a)
         .def(
             "describe",
             [](BranchTree& self, Handle branch) {
@@ -211,9 +195,9 @@ NB_MODULE(_core, m) {
                 self.give_back(leases.data(), static_cast<int64_t>(leases.shape(0)));
             },
             nb::arg("leases").noconvert())
-        .def("leased_pages", [](const BranchTree& self, Handle lease) { return owned(self.leased_pages(lease)); })
+        .def("leased_pages", [](const BranchTree& self, Handle lease) { return copy_of(self.leased_pages(lease)); })
         .def("tenant_pages", &BranchTree::tenant_pages)
-        .def("take_used", [](BranchTree& self) { return owned(self.take_used()); })
+        .def("take_used", [](BranchTree& self) { return copy_of(self.take_used()); })
         .def(
             "match",
             [](BranchTree& self, const TokensArg& tokens, int64_t tenant) {
@@ -223,13 +207,7 @@ NB_MODULE(_core, m) {
         .def("insert", &BranchTree::insert)
         .def("evict", &BranchTree::evict)
         .def_prop_ro("counters", &counters)
-        .def_prop_ro("table",
-                     [](nb::handle self) {
-                         Batch& batch = nb::cast<BranchTree&>(self).batch();
-                         return nb::ndarray<nb::numpy, int32_t, nb::ndim<2>>(
-                             batch.table(), {static_cast<std::size_t>(batch.max_batch()), static_cast<std::size_t>(batch.table_width())},
-                             self);
-                     })
+        .def_prop_ro("table", &table_view)
         .def_prop_ro("table_lengths", &batch_view<&Batch::table_lengths, &Batch::max_batch>)
         .def("join", &BranchTree::join)
         .def("leave", &BranchTree::leave)

@@ -6,8 +6,9 @@
 
 namespace branchline {
 
-PrefixIndex::PrefixIndex(Tree& tree)
+PrefixIndex::PrefixIndex(Tree& tree, uint32_t hash_mask)
     : tree_(tree),
+      hash_mask_(hash_mask),
       mask_(std::bit_ceil(static_cast<uint32_t>(tree.max_segments()) * 2u) - 1u),
       table_(static_cast<std::size_t>(mask_) + 1),
       links_(at(tree.max_segments())),
@@ -20,7 +21,7 @@ uint32_t PrefixIndex::hash_of(int32_t parent, int32_t tenant, const int32_t* pag
         h = std::rotl((h ^ static_cast<uint32_t>(page[i])) * 0xD6E8FEB86659FD93ull, 29);
     }
     h *= 0x9E3779B97F4A7C15ull;
-    return static_cast<uint32_t>(h >> 32);
+    return static_cast<uint32_t>(h >> 32) & hash_mask_;
 }
 
 bool PrefixIndex::same_page(const int32_t* a, const int32_t* b) const {

@@ -156,6 +156,48 @@ void the_index_finds_whole_pages_and_evicts_leaves_first() {
     tree.check();
 }
 
+void a_collision_shares_nothing() {
+    Tree tree(64, 4, 32, 8, false);
+    PrefixIndex index(tree, 0);  // every hash is 0
+    const auto grow = [&](int32_t tenant, const std::vector<int32_t>& tokens) {
+        const int32_t branch = tree.root(tenant);
+        std::vector<int32_t> slots(tokens.size());
+        PageCopy copy;
+        tree.append(branch, tokens.data(), static_cast<int32_t>(tokens.size()), slots.data(), copy);
+        return branch;
+    };
+    const auto match = [&](int32_t tenant, const std::vector<int32_t>& tokens) {
+        return index.match(tokens.data(), static_cast<int32_t>(tokens.size()), tenant);
+    };
+    const std::vector<int32_t> words = counting(12);
+    const int32_t mine = grow(1, words);
+    EXPECT(index.insert(mine) == 12);
+    EXPECT(match(2, words) == kNone);             // another tenant's
+    EXPECT(match(1, counting(12, 100)) == kNone);  // other tokens
+    const int32_t theirs = grow(2, words);
+    EXPECT(index.insert(theirs) == 12);
+    EXPECT(match(1, words) == tree.branch(mine).parent && tree.segment(match(1, words)).tenant == 1);
+    EXPECT(match(2, words) == tree.branch(theirs).parent && tree.segment(match(2, words)).tenant == 2);
+    // Half of it is found, which cuts it: its second part is then found after the first part only.
+    std::vector<int32_t> half = words;
+    half[5] = 1000;
+    const int32_t upper = match(1, half);
+    EXPECT(upper != kNone && tree.segment(upper).end == 4 && tree.segment(tree.branch(mine).parent).parent == upper);
+    EXPECT(match(1, counting(8, 4)) == kNone);
+    EXPECT(match(1, words) == tree.branch(mine).parent);
+    // The same as the second part, but from the root; and the reverse.
+    const int32_t second = grow(1, counting(8, 4));
+    EXPECT(index.insert(second) == 8);
+    EXPECT(match(1, counting(8, 4)) == tree.branch(second).parent);
+    EXPECT(match(1, words) == tree.branch(mine).parent);
+    index.check();
+    tree.check({});
+    for (const int32_t branch : {mine, theirs, second}) tree.release(branch);
+    EXPECT(index.evict(64) == 8 && index.num_segments() == 0 && tree.pool().num_free() == 64);
+    index.check();
+    tree.check({});
+}
+
 void an_index_makes_room_when_pages_are_short() {
     BranchTree tree(sizes_of(4, 4));
     const Handle root = tree.root(0);
@@ -227,6 +269,7 @@ int main() {
     many_small_owners_fit_the_chunks();
     a_fork_shares_and_a_copy_starts_full_pages_only();
     the_index_finds_whole_pages_and_evicts_leaves_first();
+    a_collision_shares_nothing();
     an_index_makes_room_when_pages_are_short();
     used_pages_wait_to_be_zeroed();
     copies_take_the_filled_tokens_only();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "branchline/buffer.hpp"
 #include "branchline/level_planner.hpp"
@@ -88,6 +89,7 @@ class Batch {
     };
 
     static std::size_t at(int32_t i) { return static_cast<std::size_t>(i); }
+    static void copy_ints(int32_t* out, const int32_t* in, int32_t count) { std::memcpy(out, in, sizeof(int32_t) * at(count)); }
     int32_t take_slot(int64_t slot);
     void require_width(int64_t length) const;
     void advance();

@@ -17,7 +17,8 @@ namespace branchline {
 /// construction.
 class PrefixIndex {
   public:
-    explicit PrefixIndex(Tree& tree);
+    /// `hash_mask` is applied to every hash: with 0 all of them are the same, and only comparison tells pages apart.
+    explicit PrefixIndex(Tree& tree, uint32_t hash_mask = UINT32_MAX);
 
     /// The longest indexed prefix of `tokens`, in whole pages: its last segment, or kNone. Cuts a segment whose first pages
     /// match. Marks what it found as used.
@@ -58,6 +59,7 @@ class PrefixIndex {
     void touch(int32_t segment);
 
     Tree& tree_;
+    uint32_t hash_mask_;
     uint32_t mask_;
     int32_t num_indexed_ = 0;
     int32_t newest_ = kNone;
