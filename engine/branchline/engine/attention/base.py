@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+from branchline.engine._core import copy_pages
 from branchline.engine.errors import ConfigError
 from branchline.engine.step import Step
 
@@ -63,6 +64,10 @@ class PagePool:
 
     def copy_filled(self, step: Step) -> int:
         """Do the step's copy-on-write list: the filled tokens only. Modifies the destination pages. Returns bytes copied."""
+        if len(step.copy_src) == 0:
+            return 0
+        if self.data.device.type == "cpu":
+            return copy_pages(self.data, step.copy_src, step.copy_dst, step.copy_tokens)
         token_bytes = self.page_bytes(self.spec) // self.spec.page_tokens
         copied = 0
         for src, dst, filled in zip(step.copy_src.tolist(), step.copy_dst.tolist(), step.copy_tokens.tolist(), strict=True):
