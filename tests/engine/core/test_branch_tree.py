@@ -397,6 +397,27 @@ def test_arrays_never_move_and_what_python_writes_there_is_not_read_back() -> No
     tree.check()
 
 
+@pytest.mark.parametrize("count", [0, 1, 500])
+def test_handles_come_as_an_array_of_their_own(make: Any, count: int) -> None:
+    tree = make(16)
+    root = tree.root()
+    first, second = tree.fork_many(root, count), tree.fork_many(root, count)
+    assert first.dtype == second.dtype == np.uint64
+    assert first.shape == second.shape == (count,)
+    assert first.flags.owndata
+    assert first.flags.writeable
+    assert not np.shares_memory(first, second)
+    assert len({root, *first.tolist(), *second.tolist()}) == 1 + 2 * count
+    tree.release_many(second)
+    second[:] = 0  # the caller's own: nothing is read from it any more
+    assert [tree.length(child) for child in first.tolist()] == [0] * count
+    leases = tree.lend_many(count, 0, 0)
+    del tree, root
+    gc.collect()
+    assert leases.shape == (count,)
+    assert np.unique(leases).size == count
+
+
 def test_a_view_keeps_the_tree_alive() -> None:
     view = _core.BranchTree(64).next_tokens
     gc.collect()
