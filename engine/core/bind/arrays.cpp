@@ -1,6 +1,7 @@
 #include "arrays.hpp"
 
 #include <algorithm>
+#include <utility>
 
 namespace nb = nanobind;
 
@@ -12,9 +13,14 @@ namespace {
 /// headers nor a certain version is needed to compile. The places are those of numpy's code_generators/numpy_api.py; pybind11
 /// reads the table in the same way.
 struct NumpyApi {
-    PyObject* array_type;                                                                                  // 2
-    PyObject* (*make)(PyObject*, int, const Py_ssize_t*, int, const Py_ssize_t*, void*, int, int, PyObject*);  // 93: PyArray_New
-    int (*set_base)(PyObject* array, PyObject* base);                                                      // 282, takes `base`
+    /// PyArray_New: type, dimensions, shape, dtype's number, strides, data, item size, flags, template.
+    using Make = PyObject* (*)(PyObject*, int, const Py_ssize_t*, int, const Py_ssize_t*, void*, int, int, PyObject*);
+    /// PyArray_SetBaseObject: takes `base`.
+    using SetBase = int (*)(PyObject* array, PyObject* base);
+
+    PyObject* array_type;  // 2
+    Make make;             // 93
+    SetBase set_base;      // 282
 };
 
 /// What every array object begins with.
@@ -23,9 +29,9 @@ struct ArrayHead {
     char* data;
 };
 
-constexpr int kInt32 = 5;                                  // NPY_INT
+constexpr int kInt32 = 5;                                     // NPY_INT
 constexpr int kUint64 = sizeof(unsigned long) == 8 ? 8 : 10;  // NPY_ULONG or NPY_ULONGLONG
-constexpr int kWritableRows = 0x0001 | 0x0100 | 0x0400;    // C-contiguous, aligned, writable
+constexpr int kWritableRows = 0x0001 | 0x0100 | 0x0400;       // C-contiguous, aligned, writable
 
 NumpyApi load_numpy() {
     nb::object module = nb::steal(PyImport_ImportModule("numpy._core.multiarray"));
@@ -35,8 +41,8 @@ NumpyApi load_numpy() {
     }
     void** const table = static_cast<void**>(PyCapsule_GetPointer(nb::object(module.attr("_ARRAY_API")).ptr(), nullptr));
     if (table == nullptr) nb::raise_python_error();
-    return NumpyApi{static_cast<PyObject*>(table[2]), reinterpret_cast<decltype(NumpyApi::make)>(table[93]),
-                    reinterpret_cast<decltype(NumpyApi::set_base)>(table[282])};
+    return NumpyApi{static_cast<PyObject*>(table[2]), reinterpret_cast<NumpyApi::Make>(table[93]),
+                    reinterpret_cast<NumpyApi::SetBase>(table[282])};
 }
 
 const NumpyApi& numpy() {
@@ -46,7 +52,8 @@ const NumpyApi& numpy() {
 
 nb::object make_array(int type, int num_dims, const Py_ssize_t* shape, void* data) {
     const NumpyApi& api = numpy();
-    PyObject* const array = api.make(api.array_type, num_dims, shape, type, nullptr, data, 0, data != nullptr ? kWritableRows : 0, nullptr);
+    const int flags = data != nullptr ? kWritableRows : 0;
+    PyObject* const array = api.make(api.array_type, num_dims, shape, type, nullptr, data, 0, flags, nullptr);
     if (array == nullptr) nb::raise_python_error();
     return nb::steal(array);
 }
