@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -182,12 +183,42 @@ class Driver:
     def match(self, name: int, keep: int, others: list[int], tenant: int) -> None:
         """Look for the first `keep` tokens of a branch and others after them."""
         tokens = np.array([*self.core.tokens(self.pairs[name][0])[:keep].tolist(), *others], np.int32)
+        peeked = self.both(lambda tree, _: tree.peek(tokens, tenant))
+        assert peeked is not None
+        assert peeked[0] == peeked[1]
+        cached = self.core.num_cached_pages
         made = self.both(lambda tree, _: tree.match(tokens, tenant))
         if made is not None:
             found = self.core.length(made[0])
             assert found % self.core.page_tokens == 0
             assert self.core.tokens(made[0]).tolist() == tokens[:found].tolist()
+            assert (found, cached - self.core.num_cached_pages) == peeked[0]
+            grafted = self.both(lambda tree, which: tree.graft(made[which], tokens[found:]))
+            assert grafted is not None
+            src, dst, count = grafted[0]
+            assert count == grafted[1][2]
+            for i in range(count):
+                self.kv[dst * self.core.page_tokens + i] = self.kv[src * self.core.page_tokens + i]
+            assert self.core.tokens(made[0]).tolist() == tokens[: found + count].tolist()
             self._add(*made)
+
+    def swap(self, name: int) -> None:
+        """Cut off a branch's tail and put it back on other pages, as a swap does."""
+        core, pair, size = self.core, self.pairs[name], self.core.page_tokens
+        if self.both(lambda tree, which: tree.extend(pair[which], np.empty(0, np.int32))) is None:
+            return  # it's in the batch
+        shared = core.shared_length(pair[0])
+        tail = core.tokens(pair[0])[shared:]
+        pages = core.pages(pair[0])[len(core.pages(pair[0])) - core.describe(pair[0])[3] :].tolist()
+        kept = [self.kv.get(page * size + i, 0) for page in pages for i in range(size)]
+        self.truncate(name, shared)
+        done = self.both(lambda tree, which: tree.extend(pair[which], tail))
+        if done is None:
+            assert self.sizes.zero_used
+            return
+        assert len(done[0]) == len(done[1]) == len(pages)
+        for page, i in itertools.product(range(len(pages)), range(size)):
+            self.kv[int(done[0][page]) * size + i] = kept[page * size + i]
 
     def insert(self, name: int) -> None:
         """Index a branch; what is indexed of it must be found afterwards."""
@@ -301,6 +332,7 @@ class Driver:
         assert core.num_free_pages == twin.num_free_pages
         assert core.num_branches == twin.num_branches == len(self.pairs)
         assert core.num_segments == twin.num_segments
+        assert core.num_cached_pages == twin.num_cached_pages
         assert core.num_used_pages == twin.num_used_pages
         assert [core.tenant_pages(t) for t in range(3)] == [twin.tenant_pages(t) for t in range(3)]
         assert sum(core.tenant_pages(t) for t in range(3)) == self._held()
@@ -315,6 +347,7 @@ class Driver:
         lent_pages = set(held)
         for a, b in self.pairs.values():
             assert core.describe(a) == twin.describe(b)
+            assert core.private_part(a) == twin.private_part(b)
             assert core.length(a) == twin.length(b)
             assert core.shared_length(a) == twin.shared_length(b)
             assert core.tokens(a).tolist() == twin.tokens(b).tolist()

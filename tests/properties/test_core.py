@@ -102,6 +102,11 @@ class CoreMachine(RuleBasedStateMachine):
     def insert(self, data: st.DataObject) -> None:
         self.driver.insert(self.pick(data))
 
+    @precondition(lambda self: self.driver.pairs)
+    @rule(data=st.data())
+    def swap(self, data: st.DataObject) -> None:
+        self.driver.swap(self.pick(data))
+
     @rule(num_pages=st.integers(0, 10))
     def evict(self, num_pages: int) -> None:
         self.driver.evict(num_pages)
@@ -135,7 +140,7 @@ TestCore.settings = settings(
 WEIGHTS = {
     "root": 1, "fork": 2, "fork_many": 1, "release": 2, "release_many": 0.3, "truncate": 0.5, "join": 3, "leave": 1,
     "prefill": 3, "step": 6, "undo": 0.5, "lend": 0.5, "give_back": 0.5, "match": 1, "insert": 1, "evict": 0.3,
-    "take_used": 0.7,
+    "take_used": 0.7, "swap": 0.5,
 }  # fmt: skip
 
 
@@ -211,6 +216,8 @@ def one_of(driver: Driver, name: str, branch: int, draw: Callable[[int, int], in
         driver.match(branch, draw(0, driver.core.length(driver.pairs[branch][0])), words(20), draw(0, 2))
     elif name == "insert":
         driver.insert(branch)
+    elif name == "swap":
+        driver.swap(branch)
     else:
         driver.prefill(branch, draw(0, driver.sizes.max_batch - 1), words(30))
 

@@ -133,6 +133,24 @@ class BranchTree:
         """Make a branch on the longest indexed prefix of `tokens`, in whole pages, of the same tenant; its `length` says how
         long (0: nothing was found). Raises OutOfBranchesError."""
 
+    def peek(self, tokens: npt.NDArray[np.int32], tenant: int = 0) -> tuple[int, int]:
+        """(tokens that `match` would find, how many of their pages nobody but the index holds). Modifies nothing."""
+
+    def graft(self, branch: int, tokens: npt.NDArray[np.int32]) -> tuple[int, int, int]:
+        """After `match`: the rest of a page. If an indexed page that follows on what the branch holds begins with some of
+        `tokens` (those that come after it), the branch takes a page and these tokens, and their K/V must be copied before
+        anything else is done: returns (page to copy from, page to copy to, number of tokens). 0 tokens: there is no such page,
+        or no free one, or the branch has a tail; nothing was changed. BatchError if the branch is in the batch."""
+
+    def extend(self, branch: int, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Append outside a step, for K/V that comes from elsewhere. Returns the pages of the branch's whole tail: where tokens
+        begin on them is what it was when a tail that followed on the same shared part was cut off by `truncate`. Raises
+        OutOfPagesError; BatchError if the branch is in the batch."""
+
+    def private_part(self, branch: int, /) -> tuple[int, int]:
+        """(pages, tokens) that only this branch holds, the prefix index apart: what a release gives back, or leaves to the
+        index alone."""
+
     def insert(self, branch: int, /) -> int:
         """Index the full pages of a branch, as far as they follow on each other without a half page and no other segment holds
         the same. Returns how many tokens of the branch can be matched now. Their pages outlive the branch until they are
@@ -209,12 +227,16 @@ class BranchTree:
     @property
     def counters(self) -> dict[str, int]:
         """A snapshot: pages_total, pages_free, pages_used, branches, segments now; forks, steps, step_tokens, copies,
-        evicted_pages, matched_tokens since the start. May be read from any thread."""
+        evicted_pages, matched_tokens since the start; pages_cached now. May be read from any thread."""
 
     @property
     def num_used_pages(self) -> int: ...
     @property
     def num_free_pages(self) -> int: ...
+    @property
+    def num_cached_pages(self) -> int:
+        """Pages that only the prefix index holds: `evict` can give them back."""
+
     @property
     def num_pages(self) -> int: ...
     @property

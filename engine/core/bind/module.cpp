@@ -48,6 +48,7 @@ nb::dict counters(const BranchTree& self) {
     out["copies"] = c.copies;
     out["evicted_pages"] = c.evicted_pages;
     out["matched_tokens"] = c.matched_tokens;
+    out["pages_cached"] = c.pages_cached;
     return out;
 }
 
@@ -204,6 +205,32 @@ NB_MODULE(_core, m) {
                 return self.match(tokens.data(), static_cast<int64_t>(tokens.shape(0)), tenant);
             },
             nb::arg("tokens").noconvert(), "tenant"_a = 0)
+        .def(
+            "peek",
+            [](const BranchTree& self, const TokensArg& tokens, int64_t tenant) {
+                const Found found = self.peek(tokens.data(), static_cast<int64_t>(tokens.shape(0)), tenant);
+                return std::make_tuple(found.tokens, found.idle_pages);
+            },
+            nb::arg("tokens").noconvert(), "tenant"_a = 0)
+        .def(
+            "graft",
+            [](BranchTree& self, Handle branch, const TokensArg& tokens) {
+                const Graft graft = self.graft(branch, tokens.data(), static_cast<int64_t>(tokens.shape(0)));
+                return std::make_tuple(graft.src, graft.dst, graft.tokens);
+            },
+            "branch"_a, nb::arg("tokens").noconvert())
+        .def(
+            "extend",
+            [](BranchTree& self, Handle branch, const TokensArg& tokens) {
+                return copy_of(self.extend(branch, tokens.data(), static_cast<int64_t>(tokens.shape(0))));
+            },
+            "branch"_a, nb::arg("tokens").noconvert())
+        .def(
+            "private_part",
+            [](BranchTree& self, Handle branch) {
+                const auto [pages, tokens] = self.private_part(branch);
+                return std::make_tuple(pages, tokens);
+            })
         .def("insert", &BranchTree::insert)
         .def("evict", &BranchTree::evict)
         .def_prop_ro("counters", &counters)
@@ -235,6 +262,7 @@ NB_MODULE(_core, m) {
         .def_prop_ro("copy_tokens", &batch_view<&Batch::copy_tokens, &Batch::max_batch>)
         .def("level", &level_views, "index"_a)
         .def_prop_ro("num_free_pages", [](BranchTree& self) { return self.tree().pool().num_free(); })
+        .def_prop_ro("num_cached_pages", [](BranchTree& self) { return self.tree().idle_pages(); })
         .def_prop_ro("num_pages", [](BranchTree& self) { return self.tree().pool().num_pages(); })
         .def_prop_ro("num_branches", [](BranchTree& self) { return self.tree().num_branches(); })
         .def_prop_ro("num_segments", [](BranchTree& self) { return self.tree().num_segments(); })

@@ -203,6 +203,46 @@ Handle BranchTree::match(const int32_t* tokens, int64_t count, int64_t tenant) {
     return tree_.handle_of(branch);
 }
 
+Found BranchTree::peek(const int32_t* tokens, int64_t count, int64_t tenant) const {
+    return index_.peek(tokens, narrow(std::min<int64_t>(count, INT_MAX)), checked_tenant(tenant));
+}
+
+/// The live branch, which must not be in the batch.
+int32_t BranchTree::open_outside(Handle branch) {
+    const int32_t i = open(branch);
+    if (tree_.branch(i).member != kNone || tree_.branch(i).queued != kNone) {
+        throw BatchError("the branch is in the batch: leave() first");
+    }
+    batch_.detach(i);
+    return i;
+}
+
+Graft BranchTree::graft(Handle handle, const int32_t* tokens, int64_t count) {
+    const int32_t i = open_outside(handle);
+    const Branch& branch = tree_.branch(i);
+    const bool full = branch.parent == kNone || tree_.segment(branch.parent).boundary == Boundary::aligned;
+    if (branch.length > branch.start || !full || tree_.pool().num_free() == 0) return Graft{0, 0, 0};
+    const HalfPage half = index_.half_page(branch.parent, branch.tenant, tokens, narrow(std::min<int64_t>(count, INT_MAX)));
+    if (half.tokens == 0) return Graft{0, 0, 0};
+    return Graft{half.page, tree_.adopt_tokens(i, half.page, half.tokens), half.tokens};
+}
+
+std::vector<int32_t> BranchTree::extend(Handle handle, const int32_t* tokens, int64_t count) {
+    const int32_t i = open_outside(handle);
+    const int64_t most = INT_MAX - static_cast<int64_t>(tree_.branch(i).length);
+    if (count > most) {
+        throw std::invalid_argument(std::to_string(count) + " tokens: expected at most " + std::to_string(most));
+    }
+    batch_.require_pages(tree_.extension_pages(i, count), "the extension");
+    std::vector<int32_t> slots(static_cast<std::size_t>(count));
+    PageCopy copy{};
+    if (count > 0) tree_.append(i, tokens, narrow(count), slots.data(), copy);
+    const PageList& tail = tree_.tail(i);
+    std::vector<int32_t> out(static_cast<std::size_t>(tail.count));
+    tree_.pool().copy_ids(tail, tail.count, out.data());
+    return out;
+}
+
 int32_t BranchTree::insert(Handle branch) { return index_.insert(open(branch)); }
 
 int32_t BranchTree::evict(int64_t num_pages) {
@@ -214,7 +254,8 @@ Counters BranchTree::counters() const {
     const PagePool& pool = tree_.pool();
     return Counters{pool.num_pages(),      pool.num_free(),           pool.num_used(),         tree_.num_branches(),
                     tree_.num_segments(),  tree_.num_forks(),         batch_.num_steps(),      batch_.num_step_tokens(),
-                    batch_.num_all_copies(), batch_.num_evicted_pages(), matched_tokens_};
+                    batch_.num_all_copies(), batch_.num_evicted_pages(), matched_tokens_,
+                    tree_.idle_pages()};
 }
 
 void BranchTree::join(Handle branch, int64_t slot, int32_t next_token) { batch_.join(open(branch), slot, next_token); }

@@ -91,6 +91,8 @@ void Tree::check(const std::vector<std::pair<const PageList*, int32_t>>& lent) c
     require(num_free_segments_ + num_segments_ == max_segments(), "free and used segments don't add up");
 
     std::vector<int32_t> holders(segments_.size());
+    std::vector<int32_t> idle_children(segments_.size());
+    int32_t idle_pages = 0;
     const auto check_run = [&](const char* kind, int32_t i, const PageList& pages, int32_t parent, int32_t lead, int32_t start,
                                int32_t end) {
         const int32_t own = end - start;
@@ -118,6 +120,10 @@ void Tree::check(const std::vector<std::pair<const PageList*, int32_t>>& lent) c
         check_run("segment", i, segment.pages, segment.parent, segment.lead, segment.start, segment.end);
         of_tenant[segment.tenant] += segment.pages.count;
         holders[index(i)] += segment.indexed;
+        if (is_idle(segment)) {
+            idle_pages += segment.pages.count;
+            if (segment.parent != kNone) ++idle_children[index(segment.parent)];
+        }
         int32_t hard = 0;
         if (segment.parent != kNone) {
             const Segment& above = segments_[index(segment.parent)];
@@ -148,8 +154,10 @@ void Tree::check(const std::vector<std::pair<const PageList*, int32_t>>& lent) c
     for (int32_t i = 0; i < max_segments(); ++i) {
         if (is_free[index(i)] == 0) {
             require(segments_[index(i)].refs == holders[index(i)], "segment", i, "has a count that isn't that of its holders");
+            require(segments_[index(i)].idle_children == idle_children[index(i)], "segment", i, "miscounts its idle children");
         }
     }
+    require(idle_pages == idle_pages_, "idle pages are miscounted");
     ownership.require_complete();
     for (int32_t t = 0; t < kTenants; ++t) {
         require(of_tenant[index(t)] == tenant_pages_[index(t)], "tenant", t, "has a wrong count of pages");

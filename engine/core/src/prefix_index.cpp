@@ -1,5 +1,6 @@
 #include "branchline/prefix_index.hpp"
 
+#include <algorithm>
 #include <bit>
 #include <cstring>
 #include <vector>
@@ -12,7 +13,8 @@ PrefixIndex::PrefixIndex(Tree& tree, uint32_t hash_mask)
       mask_(std::bit_ceil(static_cast<uint32_t>(tree.max_segments()) * 2u) - 1u),
       table_(static_cast<std::size_t>(mask_) + 1),
       links_(at(tree.max_segments())),
-      path_(at(tree.max_segments())) {}
+      path_(at(tree.max_segments())),
+      heads_(static_cast<std::size_t>(mask_) + 1) {}
 
 uint32_t PrefixIndex::hash_of(int32_t parent, int32_t tenant, const int32_t* page) const {
     // Multiply and rotate, as in wyhash and its kin; equality is decided by comparison.
@@ -43,10 +45,23 @@ int32_t PrefixIndex::find(int32_t parent, int32_t tenant, const int32_t* page) c
     }
 }
 
+int32_t PrefixIndex::bucket_of(int32_t parent, int32_t tenant, int32_t token) const {
+    uint64_t h = (static_cast<uint64_t>(static_cast<uint32_t>(parent)) << 32 | static_cast<uint32_t>(token)) * 0x9E3779B97F4A7C15ull;
+    h = (h ^ static_cast<uint64_t>(tenant)) * 0xD6E8FEB86659FD93ull;
+    return static_cast<int32_t>(static_cast<uint32_t>(h >> 32) & hash_mask_ & mask_);
+}
+
 void PrefixIndex::put(int32_t s) {
     const Segment& segment = tree_.segment(s);
     const uint32_t hash = hash_of(segment.parent, segment.tenant, first_page(s));
-    links_[at(s)].hash = hash;
+    Link& link = links_[at(s)];
+    link.hash = hash;
+    link.bucket = bucket_of(segment.parent, segment.tenant, *first_page(s));
+    int32_t& head = heads_[at(link.bucket)];
+    link.previous = kNone;
+    link.next = head - 1;
+    if (link.next != kNone) links_[at(link.next)].previous = s;
+    head = s + 1;
     uint32_t i = hash & mask_;
     while (table_[i] != 0) i = (i + 1) & mask_;
     table_[i] = s + 1;
@@ -54,6 +69,13 @@ void PrefixIndex::put(int32_t s) {
 
 /// Takes a segment out of the table. Later entries of its run move up, so that no mark is needed where it was.
 void PrefixIndex::take_out(int32_t s) {
+    const Link& link = links_[at(s)];
+    if (link.next != kNone) links_[at(link.next)].previous = link.previous;
+    if (link.previous != kNone) {
+        links_[at(link.previous)].next = link.next;
+    } else {
+        heads_[at(link.bucket)] = link.next + 1;
+    }
     uint32_t i = links_[at(s)].hash & mask_;
     while (table_[i] != s + 1) i = (i + 1) & mask_;
     for (uint32_t j = (i + 1) & mask_; table_[j] != 0; j = (j + 1) & mask_) {
@@ -109,13 +131,14 @@ int32_t PrefixIndex::cut(int32_t s, int32_t pages) {
     return upper;
 }
 
-int32_t PrefixIndex::match(const int32_t* tokens, int32_t count, int32_t tenant) {
+template <typename Visit>
+void PrefixIndex::walk(const int32_t* tokens, int32_t count, int32_t tenant, Visit visit) const {
     const int32_t page_tokens = tree_.pool().page_tokens();
-    int32_t found = kNone;
+    int32_t parent = kNone;
     int32_t done = 0;
     while (count - done >= page_tokens) {
-        const int32_t s = find(found, tenant, tokens + done);
-        if (s == kNone) break;
+        const int32_t s = find(parent, tenant, tokens + done);
+        if (s == kNone) return;
         const PageList& pages = tree_.segment(s).pages;
         int32_t same = 0;
         tree_.pool().for_each(pages, [&](int32_t i, int32_t page) {
@@ -125,14 +148,48 @@ int32_t PrefixIndex::match(const int32_t* tokens, int32_t count, int32_t tenant)
             return true;
         });
         done += same * page_tokens;
-        if (same < pages.count) {
-            found = cut(s, same);
-            break;
-        }
-        found = s;
+        visit(s, same, done);
+        if (same < pages.count) return;
+        parent = s;
     }
+}
+
+int32_t PrefixIndex::match(const int32_t* tokens, int32_t count, int32_t tenant) {
+    int32_t found = kNone;
+    int32_t same = 0;
+    walk(tokens, count, tenant, [&](int32_t s, int32_t pages, int32_t) {
+        found = s;
+        same = pages;
+    });
+    if (found != kNone && same < tree_.segment(found).pages.count) found = cut(found, same);
     touch(found);
     return found;
+}
+
+Found PrefixIndex::peek(const int32_t* tokens, int32_t count, int32_t tenant) const {
+    Found found{0, 0};
+    walk(tokens, count, tenant, [&](int32_t s, int32_t pages, int32_t done) {
+        found.tokens = done;
+        if (Tree::is_idle(tree_.segment(s))) found.idle_pages += pages;
+    });
+    return found;
+}
+
+HalfPage PrefixIndex::half_page(int32_t parent, int32_t tenant, const int32_t* tokens, int32_t count) const {
+    HalfPage best{kNone, 0};
+    if (count == 0) return best;
+    const int32_t most = std::min(count, tree_.pool().page_tokens());
+    int32_t candidates = 0;
+    for (int32_t s = heads_[at(bucket_of(parent, tenant, *tokens))] - 1; s != kNone; s = links_[at(s)].next) {
+        const Segment& segment = tree_.segment(s);
+        if (segment.parent != parent || segment.tenant != tenant) continue;
+        const int32_t* const page = first_page(s);
+        int32_t same = 0;
+        while (same < most && page[same] == tokens[same]) ++same;
+        if (same > best.tokens) best = HalfPage{tree_.pool().first_page(segment.pages), same};
+        if (++candidates == kCandidates) break;
+    }
+    return best;
 }
 
 int32_t PrefixIndex::insert(int32_t branch) {
@@ -181,25 +238,12 @@ int32_t PrefixIndex::evict(int32_t num_pages) {
             given += tree_.segment(s).pages.count;
             take_out(s);
             unlink(s);
-            tree_.set_indexed(s, false);
             --num_indexed_;
-            tree_.drop(s);
+            tree_.evict(s);
         }
         s = newer;
     }
     return given;
-}
-
-int32_t PrefixIndex::count_evictable() {
-    int32_t pages = 0;
-    for (int32_t s = oldest_; s != kNone; s = links_[at(s)].newer) links_[at(s)].evictable_children = 0;
-    for (int32_t s = oldest_; s != kNone; s = links_[at(s)].newer) {
-        const Segment& segment = tree_.segment(s);
-        if (segment.refs - 1 > links_[at(s)].evictable_children) continue;
-        pages += segment.pages.count;
-        if (segment.parent != kNone) links_[at(segment.parent)].evictable_children += 1;
-    }
-    return pages;
 }
 
 void PrefixIndex::check() const {
@@ -217,6 +261,10 @@ void PrefixIndex::check() const {
         require(segment.boundary == Boundary::aligned && segment.lead == 0, s, "has a page that isn't full");
         require(segment.parent == kNone || seen[at(segment.parent)] != 0, s, "is newer than its parent, or the parent isn't indexed");
         require(find(segment.parent, segment.tenant, first_page(s)) == s, s, "isn't found");
+        const int32_t bucket = links_[at(s)].bucket;
+        require(bucket == bucket_of(segment.parent, segment.tenant, *first_page(s)), s, "is in a wrong bucket");
+        const int32_t previous = links_[at(s)].previous;
+        require((previous == kNone ? heads_[at(bucket)] - 1 : links_[at(previous)].next) == s, s, "isn't in its bucket");
         seen[at(s)] = 1;
         newer = s;
     }

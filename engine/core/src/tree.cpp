@@ -55,6 +55,7 @@ int32_t Tree::open_on(int32_t segment, int32_t tenant) {
     require_branches(1);
     int32_t length = 0;
     if (segment != kNone) {
+        wake(segment);
         segments_[index(segment)].refs += 1;
         length = segments_[index(segment)].end;
     }
@@ -73,6 +74,7 @@ void Tree::freeze_tail(Branch& branch, int32_t i) {
     segment.lead = branch.lead;
     segment.tenant = branch.tenant;
     segment.indexed = 0;
+    segment.idle_children = 0;
     segment.hard_above = 0;
     if (branch.parent != kNone) {
         const Segment& above = segments_[index(branch.parent)];
@@ -112,7 +114,10 @@ void Tree::thaw(int32_t i) {
 void Tree::drop(int32_t s) {
     while (s != kNone) {
         Segment& segment = segments_[index(s)];
-        if (--segment.refs > 0) return;
+        if (--segment.refs > 0) {
+            if (is_idle(segment)) rest(s);
+            return;
+        }
         tenant_pages_[segment.tenant] -= segment.pages.count;
         ++segments_version_;
         pool_.give_all(segment.pages);
@@ -120,6 +125,82 @@ void Tree::drop(int32_t s) {
         num_segments_ -= 1;
         s = segment.parent;
     }
+}
+
+/// The segment has become idle: counts its pages, and those above it that are idle with it.
+void Tree::rest(int32_t s) {
+    while (true) {
+        const Segment& segment = segments_[index(s)];
+        idle_pages_ += segment.pages.count;
+        s = segment.parent;
+        if (s == kNone) return;
+        segments_[index(s)].idle_children += 1;
+        if (!is_idle(segments_[index(s)])) return;
+    }
+}
+
+/// To be called before somebody takes hold of a segment that may be idle.
+void Tree::wake(int32_t s) {
+    bool idle = is_idle(segments_[index(s)]);
+    while (idle) {
+        const Segment& segment = segments_[index(s)];
+        idle_pages_ -= segment.pages.count;
+        s = segment.parent;
+        if (s == kNone) return;
+        idle = is_idle(segments_[index(s)]);
+        segments_[index(s)].idle_children -= 1;
+    }
+}
+
+void Tree::evict(int32_t s) {
+    Segment& segment = segments_[index(s)];
+    idle_pages_ -= segment.pages.count;
+    if (segment.parent != kNone) {  // the index holds it too: it stays, as idle as it was
+        Segment& above = segments_[index(segment.parent)];
+        above.idle_children -= 1;
+        above.refs -= 1;
+    }
+    segment.indexed = 0;
+    segment.refs = 0;
+    tenant_pages_[segment.tenant] -= segment.pages.count;
+    ++segments_version_;
+    pool_.give_all(segment.pages);
+    free_segments_[index(num_free_segments_++)] = s;
+    num_segments_ -= 1;
+}
+
+int32_t Tree::adopt_tokens(int32_t i, int32_t source, int32_t count) {
+    const int32_t page = take_page(i);
+    std::memcpy(pool_.tokens_of(page), pool_.tokens_of(source), sizeof(int32_t) * index(count));
+    branches_[index(i)].length += count;
+    return page;
+}
+
+std::pair<int32_t, int32_t> Tree::private_part(int32_t i) const {
+    const Branch& branch = branches_[index(i)];
+    int32_t pages = tails_[index(i)].count;
+    int32_t shared = branch.start;
+    for (int32_t s = branch.parent; s != kNone;) {
+        const Segment& segment = segments_[index(s)];
+        // One holder is the branch, or the segment below that is its own.
+        if (segment.refs - segment.indexed - segment.idle_children > 1) break;
+        pages += segment.pages.count;
+        shared = segment.start;
+        s = segment.parent;
+    }
+    return {pages, branch.length - shared};
+}
+
+int32_t Tree::extension_pages(int32_t i, int64_t count) const {
+    if (count == 0) return 0;
+    const Branch& branch = branches_[index(i)];
+    const int32_t page_tokens = pool_.page_tokens();
+    int64_t on_pages = branch.lead + branch.length - branch.start;
+    if (branch.length == branch.start && branch.parent != kNone) {
+        const Segment& segment = segments_[index(branch.parent)];
+        if (segment.boundary == Boundary::copied) on_pages = stored(segment) % page_tokens;
+    }
+    return static_cast<int32_t>((on_pages + count + page_tokens - 1) / page_tokens) - tails_[index(i)].count;
 }
 
 void Tree::release(int32_t i) {
@@ -159,6 +240,7 @@ int32_t Tree::split(int32_t s, int32_t pages) {
     Segment& upper = segments_[index(u)];
     upper = lower;
     upper.refs = 1;
+    upper.idle_children = is_idle(lower) ? 1 : 0;
     upper.end = lower.start + pages * pool_.page_tokens();
     upper.boundary = Boundary::aligned;
     upper.indexed = 0;

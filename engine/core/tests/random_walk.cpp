@@ -86,7 +86,11 @@ void RandomWalk::operate() {
         Live& branch = any();
         EXPECT(tree_.insert(branch.handle) <= static_cast<int32_t>(branch.tokens.size()));
     } else if (kind < 97) {
-        tree_.evict(draw(0, 10));
+        switch (draw(0, 3)) {
+            case 0: tree_.evict(draw(0, 10)); break;
+            case 1: release_private(); break;
+            default: swap();
+        }
     } else if (kind < 99) {
         tree_.take_used();
     } else {
@@ -302,10 +306,66 @@ void RandomWalk::match() {
         EXPECT_THROWS(OutOfBranchesError, tree_.match(tokens.data(), static_cast<int64_t>(tokens.size()), tenant));
         return;
     }
+    const Found peeked = tree_.peek(tokens.data(), static_cast<int64_t>(tokens.size()), tenant);
+    const int32_t idle = tree_.tree().idle_pages();
     const Handle handle = tree_.match(tokens.data(), static_cast<int64_t>(tokens.size()), tenant);
+    EXPECT(tree_.length(handle) == peeked.tokens && idle - tree_.tree().idle_pages() == peeked.idle_pages);
+    const auto rest = static_cast<std::size_t>(peeked.tokens);
+    const Graft graft = tree_.graft(handle, tokens.data() + rest, static_cast<int64_t>(tokens.size() - rest));
+    EXPECT(graft.tokens >= 0 && graft.tokens < std::max<int64_t>(sizes_.page_tokens, 2));
+    for (int32_t t = 0; t < graft.tokens; ++t) {
+        written_[static_cast<std::size_t>(graft.dst * sizes_.page_tokens + t)] =
+            written_[static_cast<std::size_t>(graft.src * sizes_.page_tokens + t)];
+    }
     const std::vector<int32_t> found = tree_.tokens(handle);
+    EXPECT(found.size() == rest + static_cast<std::size_t>(graft.tokens));
     EXPECT(found.size() <= tokens.size() && std::equal(found.begin(), found.end(), tokens.begin()));
     live_.push_back(Live{handle, found, tenant, kNone, {}});
+}
+
+/// Takes a branch's tail off and puts it back on other pages.
+void RandomWalk::swap() {
+    Live& branch = any();
+    const int32_t shared = tree_.shared_length(branch.handle);
+    const std::vector<int32_t> tail(branch.tokens.begin() + shared, branch.tokens.end());
+    if (branch.slot != kNone || !branch.queued.empty()) {
+        EXPECT_THROWS(BatchError, tree_.extend(branch.handle, tail.data(), static_cast<int64_t>(tail.size())));
+        return;
+    }
+    const std::vector<int32_t> all = tree_.pages(branch.handle);
+    const auto private_pages = static_cast<std::size_t>(tree_.describe(branch.handle).private_pages);
+    std::vector<uint64_t> kept;
+    for (std::size_t p = all.size() - private_pages; p < all.size(); ++p) {
+        const auto first = written_.begin() + all[p] * sizes_.page_tokens;
+        kept.insert(kept.end(), first, first + sizes_.page_tokens);
+    }
+    tree_.truncate(branch.handle, shared);
+    branch.tokens.resize(static_cast<std::size_t>(shared));
+    try {
+        const std::vector<int32_t> pages = tree_.extend(branch.handle, tail.data(), static_cast<int64_t>(tail.size()));
+        EXPECT(pages.size() == private_pages);
+        for (std::size_t p = 0; p < pages.size(); ++p) {
+            std::copy_n(kept.begin() + static_cast<int64_t>(p) * sizes_.page_tokens, sizes_.page_tokens,
+                        written_.begin() + pages[p] * sizes_.page_tokens);
+        }
+        branch.tokens.insert(branch.tokens.end(), tail.begin(), tail.end());
+    } catch (const OutOfPagesError&) {
+        EXPECT(sizes_.zero_used);
+    }
+}
+
+/// What a branch's release gives is what it said before.
+void RandomWalk::release_private() {
+    Live& branch = any();
+    const auto [pages, tokens] = tree_.private_part(branch.handle);
+    EXPECT(tokens <= static_cast<int32_t>(branch.tokens.size()));
+    const auto spare = [&] {
+        return tree_.tree().pool().num_free() + tree_.tree().pool().num_used() + tree_.tree().idle_pages();
+    };
+    const int32_t before = spare();
+    tree_.release(branch.handle);
+    EXPECT(spare() - before == pages);
+    live_.erase(live_.begin() + (&branch - live_.data()));
 }
 
 void RandomWalk::verify() {

@@ -44,6 +44,8 @@ class RandomWalk {
     void step(bool commit);
     void lend();
     void match();
+    void swap();
+    void release_private();
     std::vector<std::vector<int32_t>> reads();
 
     std::mt19937_64 random_;

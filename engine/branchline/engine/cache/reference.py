@@ -185,6 +185,48 @@ class BranchTree(PrefixIndex, StepArrays):
         self._require_branches(1)
         return self._open(self._find_prefix([int(t) for t in tokens], tenant), tenant)
 
+    def peek(self, tokens: Int32Array, tenant: int = 0) -> tuple[int, int]:
+        self._require_tenant(tenant)
+        return self._peek_prefix([int(t) for t in tokens], tenant)
+
+    def graft(self, branch: int, tokens: Int32Array) -> tuple[int, int, int]:
+        tail = self._get(branch)
+        self._require_out(branch)
+        full = tail.parent is None or tail.parent.boundary == "aligned"
+        if tail.tokens or not full or not self._free:
+            return 0, 0, 0
+        source, same = self._half_page(tail.parent, tail.tenant, [int(t) for t in tokens])
+        if source is None:
+            return 0, 0, 0
+        tail.pages.append(self._free.pop())
+        tail.tokens += source.tokens[:same]
+        return source.pages[0], tail.pages[0], same
+
+    def extend(self, branch: int, tokens: Int32Array) -> Int32Array:
+        tail = self._get(branch)
+        self._require_out(branch)
+        lead = tail.lead
+        if len(tokens) and not tail.tokens and tail.parent is not None and tail.parent.boundary == "copied":
+            lead = tail.parent.stored % self.page_tokens
+        stored = lead + len(tail.tokens) + len(tokens)
+        need = -(-stored // self.page_tokens) - len(tail.pages) if len(tokens) else 0
+        self._require_pages(need)
+        tail.lead = lead
+        tail.tokens += [int(t) for t in tokens]
+        tail.pages += [self._free.pop() for _ in range(need)]
+        return np.array(tail.pages, np.int32)
+
+    def private_part(self, branch: int) -> tuple[int, int]:
+        tail = self._get(branch)
+        idle = self._idle()
+        pages, tokens = len(tail.pages), len(tail.tokens)
+        for run in tail.chain()[-2::-1]:
+            if run.holders - run.indexed - sum(child.parent is run for child in idle) > 1:
+                break
+            pages += len(run.pages)
+            tokens += len(run.tokens)
+        return pages, tokens
+
     def insert(self, branch: int) -> int:
         tail = self._get(branch)
         chain = tail.chain()[:-1]
@@ -259,6 +301,10 @@ class BranchTree(PrefixIndex, StepArrays):
         return len(self._free)
 
     @property
+    def num_cached_pages(self) -> int:
+        return self._count_evictable()
+
+    @property
     def num_branches(self) -> int:
         return len(self._branches)
 
@@ -316,9 +362,12 @@ class BranchTree(PrefixIndex, StepArrays):
         if len(self._branches) + count > self._max_branches:
             raise OutOfBranchesError(f"need {count} more branches")
 
-    def _require_outside(self, branch: int, slot: int) -> None:
+    def _require_out(self, branch: int) -> None:
         if branch in self._decode or branch in self._queue:
             raise BatchError("the branch is in the batch already")
+
+    def _require_outside(self, branch: int, slot: int) -> None:
+        self._require_out(branch)
         taken = {row.slot for row in (*self._decode.values(), *self._queue.values())}
         if not 0 <= slot < self._max_batch or slot in taken:
             raise BatchError(f"slot {slot} is out of range or taken")

@@ -25,11 +25,13 @@ class PrefixIndex(abc.ABC):
                 return run
         return None
 
-    def _find_prefix(self, tokens: list[int], tenant: int) -> Run | None:
+    def _walk(self, tokens: list[int], tenant: int) -> list[tuple[Run, int]]:
+        """The runs of the longest indexed prefix, with how many of their pages are in it; all but the last wholly."""
         size = self.page_tokens
-        found: Run | None = None
+        found: list[tuple[Run, int]] = []
+        parent: Run | None = None
         while len(tokens) >= size:
-            run = self._child(found, tenant, tokens[:size])
+            run = self._child(parent, tenant, tokens[:size])
             if run is None:
                 break
             same = 0
@@ -37,13 +39,39 @@ class PrefixIndex(abc.ABC):
                 same < len(run.pages) and tokens[same * size : (same + 1) * size] == run.tokens[same * size : (same + 1) * size]
             ):
                 same += 1
-            tokens = tokens[same * size :]
+            found.append((run, same))
             if same < len(run.pages):
-                found = self._cut(run, same)
                 break
-            found = run
+            tokens = tokens[same * size :]
+            parent = run
+        return found
+
+    def _find_prefix(self, tokens: list[int], tenant: int) -> Run | None:
+        walked = self._walk(tokens, tenant)
+        if not walked:
+            return None
+        found, same = walked[-1]
+        if same < len(found.pages):
+            found = self._cut(found, same)
         self._touch(found)
         return found
+
+    def _peek_prefix(self, tokens: list[int], tenant: int) -> tuple[int, int]:
+        walked = self._walk(tokens, tenant)
+        idle = self._idle()
+        return sum(same for _, same in walked) * self.page_tokens, sum(same for run, same in walked if run in idle)
+
+    def _half_page(self, parent: Run | None, tenant: int, tokens: list[int]) -> tuple[Run | None, int]:
+        """The indexed run whose first page begins with most of `tokens`, and how many."""
+        best: tuple[Run | None, int] = (None, 0)
+        for run in self._index:
+            if run.parent is not parent or run.tenant != tenant:
+                continue
+            pairs = zip(run.tokens[: self.page_tokens], tokens, strict=False)
+            same = next((i for i, (a, b) in enumerate(pairs) if a != b), min(self.page_tokens, len(tokens)))
+            if same > best[1]:
+                best = run, same
+        return best
 
     def _index_chain(self, chain: list[Run]) -> int:
         last: Run | None = None
@@ -97,9 +125,13 @@ class PrefixIndex(abc.ABC):
                 self._drop(run)
         return given
 
-    def _count_evictable(self) -> int:
-        evictable: set[Run] = set()
+    def _idle(self) -> set[Run]:
+        """Runs that only the index and idle runs hold."""
+        idle: set[Run] = set()
         for run in self._index:
-            if run.holders - 1 == sum(child.parent is run for child in evictable):
-                evictable.add(run)
-        return sum(len(run.pages) for run in evictable)
+            if run.holders - 1 == sum(child.parent is run for child in idle):
+                idle.add(run)
+        return idle
+
+    def _count_evictable(self) -> int:
+        return sum(len(run.pages) for run in self._idle())

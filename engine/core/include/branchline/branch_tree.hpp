@@ -36,6 +36,14 @@ struct Counters {
     int64_t copies;
     int64_t evicted_pages;
     int64_t matched_tokens;
+    int64_t pages_cached;
+};
+
+/// What `graft` did: the first `tokens` tokens of page `src` must be copied to page `dst`. 0 tokens: nothing was done.
+struct Graft {
+    int32_t src;
+    int32_t dst;
+    int32_t tokens;
 };
 
 struct BranchSizes {
@@ -80,6 +88,13 @@ class BranchTree {
 
     /// A new branch on the longest indexed prefix. Throws OutOfBranchesError.
     Handle match(const int32_t* tokens, int64_t count, int64_t tenant);
+    /// What `match` would find.
+    Found peek(const int32_t* tokens, int64_t count, int64_t tenant) const;
+    /// Throws BatchError if the branch is in the batch.
+    Graft graft(Handle branch, const int32_t* tokens, int64_t count);
+    /// Appends outside a step. Returns the pages of the tail. Throws OutOfPagesError, BatchError.
+    std::vector<int32_t> extend(Handle branch, const int32_t* tokens, int64_t count);
+    std::pair<int32_t, int32_t> private_part(Handle branch) { return tree_.private_part(open(branch)); }
     int32_t insert(Handle branch);
     int32_t evict(int64_t num_pages);
 
@@ -103,6 +118,7 @@ class BranchTree {
   private:
     void require_idle() const;
     int32_t open(Handle branch);
+    int32_t open_outside(Handle branch);
     const Branch& branch_of(Handle branch) { return tree_.branch(open(branch)); }
 
     Tree tree_;

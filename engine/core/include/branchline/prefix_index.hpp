@@ -9,6 +9,18 @@
 
 namespace branchline {
 
+/// Tokens that the index has, and how many of their pages nobody else holds.
+struct Found {
+    int32_t tokens;
+    int32_t idle_pages;
+};
+
+/// The first `tokens` tokens of `page` are what was looked for; 0: there is no such page.
+struct HalfPage {
+    int32_t page;
+    int32_t tokens;
+};
+
 /// A radix tree over segments whose edges are whole pages. It holds each indexed segment, so that its pages outlive the
 /// branches, until `evict` takes the least recently used that nobody else holds.
 ///
@@ -30,7 +42,11 @@ class PrefixIndex {
     /// none is left. Returns how many were.
     int32_t evict(int32_t num_pages);
     /// Pages that `evict` could give back.
-    int32_t count_evictable();
+    int32_t count_evictable() const { return tree_.idle_pages(); }
+    /// What `match` would find, and how many pages of it are idle. Modifies nothing.
+    Found peek(const int32_t* tokens, int32_t count, int32_t tenant) const;
+    /// Of the segments indexed below `parent` (kNone: at the root), the first page that begins with most of `tokens`.
+    HalfPage half_page(int32_t parent, int32_t tenant, const int32_t* tokens, int32_t count) const;
 
     int32_t num_segments() const { return num_indexed_; }
 
@@ -42,14 +58,25 @@ class PrefixIndex {
         uint32_t hash;  // of (parent, tenant, first page)
         int32_t newer;
         int32_t older;
-        int32_t evictable_children;  // scratch of count_evictable
+        // Those with the same parent, tenant and first token (or hash of them), newest first.
+        int32_t bucket;
+        int32_t next;
+        int32_t previous;
     };
+
+    /// Most pages that half_page compares.
+    static constexpr int32_t kCandidates = 64;
 
     static std::size_t at(int32_t i) { return static_cast<std::size_t>(i); }
     uint32_t hash_of(int32_t parent, int32_t tenant, const int32_t* page) const;
     bool same_page(const int32_t* a, const int32_t* b) const;
     int32_t find(int32_t parent, int32_t tenant, const int32_t* page) const;
     const int32_t* first_page(int32_t segment) const;
+    int32_t bucket_of(int32_t parent, int32_t tenant, int32_t token) const;
+    /// Calls visit(segment, pages, tokens) for each segment of the longest indexed prefix, with what of it is the same, until it
+    /// isn't the whole segment.
+    template <typename Visit>
+    void walk(const int32_t* tokens, int32_t count, int32_t tenant, Visit visit) const;
     void put(int32_t segment);
     void take_out(int32_t segment);
     int32_t cut(int32_t segment, int32_t pages);
@@ -67,6 +94,7 @@ class PrefixIndex {
     Buffer<int32_t> table_;  // open addressing; segment + 1, 0 is empty
     Buffer<Link> links_;     // by segment
     Buffer<int32_t> path_;   // scratch of insert
+    Buffer<int32_t> heads_;  // by bucket; segment + 1, 0 is empty
 };
 
 }  // namespace branchline

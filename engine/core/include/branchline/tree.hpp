@@ -17,13 +17,14 @@ using Handle = uint64_t;
 constexpr int32_t kNone = -1;
 
 /// How what follows a segment goes on after its last page. Decided once, when the segment is made.
-enum class Boundary : int32_t {
+enum class Boundary : int16_t {
     aligned,  // the last page is full: the follower starts on a fresh page, tables can be joined
     hard,     // half a page, read as the end of a level of its own: the follower starts on a fresh page
     copied,   // half a page, whose filled part each follower copies into its own first page
 };
 
-/// An immutable run of tokens with its pages. `refs` counts the branches and segments that go on from it, and the index.
+/// An immutable run of tokens with its pages. `refs` counts the branches and segments that go on from it, and the index. It is
+/// idle when nobody holds it but the index and idle segments: then its pages can be given up.
 struct Segment {
     int32_t parent;
     int32_t refs;
@@ -33,7 +34,8 @@ struct Segment {
     uint16_t tenant;
     int32_t hard_above;  // hard boundaries in the chain above it
     Boundary boundary;
-    int32_t indexed;  // 1 while the prefix index holds it
+    int16_t indexed;        // 1 while the prefix index holds it
+    int32_t idle_children;  // idle segments that go on from it
     PageList pages;
 };
 
@@ -133,6 +135,18 @@ class Tree {
     void hold(int32_t segment) { segments_[index(segment)].refs += 1; }
     void drop(int32_t segment);
     void set_indexed(int32_t segment, bool indexed) { segments_[index(segment)].indexed = indexed ? 1 : 0; }
+    static bool is_idle(const Segment& segment) { return segment.indexed != 0 && segment.refs - 1 == segment.idle_children; }
+    /// Pages of idle segments.
+    int32_t idle_pages() const { return idle_pages_; }
+    /// Gives up an idle segment without children.
+    void evict(int32_t segment);
+    /// Puts tokens that `source` begins with on a page that the branch takes; the branch must have no tail, and the segment that
+    /// it goes on from no half page. There must be a free page. Returns the page.
+    int32_t adopt_tokens(int32_t branch, int32_t source, int32_t count);
+    /// Pages, and tokens on them, that return (or become idle) if the branch is released.
+    std::pair<int32_t, int32_t> private_part(int32_t branch) const;
+    /// New pages that `extend` would take.
+    int32_t extension_pages(int32_t branch, int64_t count) const;
     /// Makes a branch that goes on from `segment` (which may be kNone).
     int32_t open_on(int32_t segment, int32_t tenant);
     /// Pages of a segment that its followers read.
@@ -172,12 +186,15 @@ class Tree {
     void freeze(Branch& branch, int32_t i);
     void freeze_tail(Branch& branch, int32_t i);
     void shorten(Branch& branch, int32_t i, int32_t num_tokens);
+    void rest(int32_t segment);
+    void wake(int32_t segment);
 
     PagePool pool_;
     int32_t max_levels_;
     Gauge<int32_t> num_branches_;
     Gauge<int32_t> num_segments_;
     Gauge<int64_t> num_forks_;
+    Gauge<int32_t> idle_pages_;
     int32_t num_free_branches_;
     int32_t num_free_segments_;
     uint32_t first_generation_;
