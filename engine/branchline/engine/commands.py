@@ -359,7 +359,7 @@ class CommandRunner:
             )
         max_tokens = params.max_tokens or min(left, self._default_max_tokens)
         self._check_fits(branch, len(branch.pending) + max_tokens - 1)
-        branch.work = Work(branch, self._make_generation(branch, command, max_tokens), time.monotonic())
+        branch.work = Work(branch, self._make_generation(branch, command, max_tokens), time.monotonic(), command.service)
         self._scheduler.add(branch.work)
 
     def _fork_now(self, parent: Branch, command: ForkInto) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ from branchline.engine.types import Command, Delta, EngineStats, Finished, Finis
 from branchline.engine.work import Generation, Work
 
 IDLE_CHECK_S = 0.5
+PAGE_COUNT_PERIOD_S = 1.0
 logger = logging.getLogger(__name__)
 
 
@@ -86,6 +87,8 @@ class StepLoop:
         self._wake = Condition()
         self._closing = False
         self._blocked_since: float | None = None
+        self._private_pages = 0
+        self._count_pages_at = 0.0
         self._samples = np.zeros(config.max_batch, bool)
         self.counters = Counters()
 
@@ -129,6 +132,7 @@ class StepLoop:
     def stats(self) -> EngineStats:
         """Counters and what is there now. Any thread."""
         counters, scheduler = self.counters, self._scheduler
+        waiting = Counter(work.service.qos for work in list(scheduler.waiting))
         return EngineStats(
             steps=counters.steps,
             prefill_tokens=counters.prefill_tokens,
@@ -136,10 +140,13 @@ class StepLoop:
             forks=self._commands.num_forks,
             branches=self._tree.num_branches,
             running=len(scheduler.running),
-            waiting=len(scheduler.waiting),
+            waiting=waiting.total(),
+            waiting_interactive=waiting["interactive"],
+            waiting_batch=waiting["batch"],
             sessions=len(self.sessions),
             pages_free=self._tree.num_free_pages,
             pages_total=self._tree.num_pages,
+            pages_private=self._private_pages,
             copied_bytes=self._runner.copied_bytes,
             tensor_s=counters.tensor_s,
             plan_s=counters.plan_s,
@@ -168,6 +175,8 @@ class StepLoop:
             stepped = self._step()
             self._commands.settle()
             self._publish()
+            if began >= self._count_pages_at:
+                self._count_private_pages(began)
             worked = self.counters.tensor_s + self.counters.plan_s - worked_before
             self.counters.python_s += time.perf_counter() - began - worked
             if not stepped:
@@ -177,6 +186,11 @@ class StepLoop:
         self.sessions.clear()
         self._commands.settle()
         self._executor.shutdown(wait=True, cancel_futures=True)
+
+    def _count_private_pages(self, now: float) -> None:
+        nodes = [branch.node for session in list(self.sessions.values()) for branch in session.branches.values()]
+        self._private_pages = sum(self._tree.describe(node)[3] for node in nodes if node is not None)
+        self._count_pages_at = now + PAGE_COUNT_PERIOD_S
 
     def _drain(self) -> None:
         while self._inbox:

@@ -431,7 +431,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         plan_s: in the compiled core's plan and commit.
         python_s: in everything else that a step does.
         idle_s: waiting for work.
+        waiting_interactive, waiting_batch: those of `waiting` in these classes of service; the rest are standard.
         pages_cached: pages that only the prefix cache holds; they are free as soon as they are needed.
+        pages_private: pages of the branches' own tails, as they were within the last second. What is neither free, cached
+            nor private lies in segments that branches share.
         cached_tokens: tokens of contexts that the prefix cache had, so that they weren't computed.
         preemptions: how often running work had to yield.
         recomputed_tokens: tokens that were computed again because their pages had been given up.
@@ -455,7 +458,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     plan_s: float
     python_s: float
     idle_s: float
+    waiting_interactive: int = 0
+    waiting_batch: int = 0
     pages_cached: int = 0
+    pages_private: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from branchline.engine.branch import Branch
 from branchline.engine.model.detokenizer import Detokenizer
-from branchline.engine.types import SamplingParams
+from branchline.engine.types import DEFAULT_SERVICE, SamplingParams, Service
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +38,7 @@ class Work:
     Attributes:
         generation: None: compute all pending tokens but the last.
         submitted: monotonic seconds when its command came.
+        service: how soon its command wants to be served.
         started: when its first step began.
         slot: its place in the batch while it runs.
         decoding: its prefill is done; it is a decode row of the core's batch.
@@ -46,6 +47,7 @@ class Work:
     branch: Branch
     generation: Generation | None
     submitted: float
+    service: Service = DEFAULT_SERVICE
     started: float | None = None
     slot: int | None = None
     decoding: bool = False
