@@ -55,6 +55,15 @@ class Sampled:
     logprobs: dict[int, RowLogprobs] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class SlotState:
+    """A generation's sampling state, taken off its slot: see `Sampler.save`."""
+
+    params: SamplingParams
+    stream_key: int
+    adjustment: _Adjustment | None
+
+
 class Sampler:
     """Sampling state of all slots. Belongs to the engine's thread."""
 
@@ -68,6 +77,7 @@ class Sampler:
         self._logprobs = np.full(max_batch, -1, np.int64)  # -1: none
         self._is_adjusted = np.zeros(max_batch, np.bool_)
         self._adjustments: dict[int, _Adjustment] = {}
+        self._params: dict[int, tuple[SamplingParams, int]] = {}  # by slot, with the stream's key
 
     def check(self, params: SamplingParams) -> None:
         """Raises InvalidParameterError if `params` name a token outside the vocabulary."""
@@ -87,6 +97,7 @@ class Sampler:
         Raises InvalidParameterError as `check` does; then nothing has changed.
         """
         self.check(params)
+        self._params[slot] = params, stream_key
         self._keys[slot] = stream_key
         self._temperature[slot] = params.temperature
         self._top_k[slot] = params.top_k if params.top_k < self.vocab_size else 0
@@ -108,6 +119,20 @@ class Sampler:
         """The generation on `slot` ended. Does nothing if there is none."""
         self._is_adjusted[slot] = False
         self._adjustments.pop(slot, None)
+        self._params.pop(slot, None)
+
+    def save(self, slot: int) -> SlotState:
+        """Take the generation off `slot`, with the tokens that its penalties have counted. Raises KeyError if none is there."""
+        params, stream_key = self._params[slot]
+        state = SlotState(params, stream_key, self._adjustments.get(slot))
+        self.remove(slot)
+        return state
+
+    def restore(self, slot: int, state: SlotState) -> None:
+        """Go on with a saved generation on `slot`, whatever was there. Takes `state`."""
+        self.add(slot, state.params, state.stream_key)
+        if state.adjustment is not None:
+            self._adjustments[slot] = state.adjustment
 
     def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.integer], positions: npt.NDArray[np.integer]) -> Sampled:
         """Choose a token for each row, and count it on the row's slot.
