@@ -221,7 +221,7 @@ def test_metrics_reach_rays_endpoint(running: app.Running, client: openai.OpenAI
     client.chat.completions.create(**chat(max_tokens=30))
     node = ray.nodes()[0]  # type: ignore[no-untyped-call]
     url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
-    wanted = ("ray_branchline_tokens_total", "ray_branchline_pages_free", "ray_branchline_engine_seconds_total")
+    wanted = ("ray_branchline_tokens_total", "ray_branchline_pages", "ray_branchline_engine_seconds_total")
     found = ""
 
     def exported() -> bool:
@@ -230,7 +230,7 @@ def test_metrics_reach_rays_endpoint(running: app.Running, client: openai.OpenAI
         return all(name in found for name in wanted)
 
     wait_for(exported, 30)
-    lines = [line for line in found.splitlines() if line.startswith("ray_branchline_pages_free")]
+    lines = [line for line in found.splitlines() if line.startswith("ray_branchline_pages{") and 'state="free"' in line]
     assert all('application="branchline"' in line and 'deployment="Engine"' in line for line in lines)
     assert any(line.rstrip().endswith(" 512.0") for line in lines)
 

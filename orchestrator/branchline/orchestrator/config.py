@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -25,6 +25,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         heartbeat_s: an event stream that has nothing to say says so this often; at most half of `session_timeout_s`.
         metrics_period_s: how often the engine's counters go to Ray's metrics.
         verbose: show what Ray and its workers log.
+        log_format: of Serve's log files: "text" or "json".
+        log_requests: a log line for each generation that ends, with its branch, tokens and times.
         engine: the engine's settings, the same for every replica.
         engine_factory: `module:class` with a `load(config, progress)` that returns an engine.
     """
@@ -38,6 +40,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     heartbeat_s: float = 5.0
     metrics_period_s: float = 2.0
     verbose: bool = False
+    log_format: Literal["text", "json"] = "text"
+    log_requests: bool = False
     engine: EngineConfig = EngineConfig()
     engine_factory: str = ENGINE_FACTORY
 
@@ -83,3 +87,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         except msgspec.ValidationError as err:
             raise ConfigError(f"serve settings: {err}") from err
         return msgspec.structs.replace(rest, engine=parsed).validate()
+
+
+def log_encoding(config: ServeConfig) -> Literal["TEXT", "JSON"]:
+    """The log format as Serve's LoggingConfig names it."""
+    return "JSON" if config.log_format == "json" else "TEXT"

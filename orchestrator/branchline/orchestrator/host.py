@@ -33,6 +33,8 @@ from branchline.orchestrator.protocol import (
     SessionOpened,
     StatsReply,
 )
+from branchline.orchestrator.telemetry.log import RequestLog
+from branchline.orchestrator.telemetry.recorder import Recorder, SessionRecorder
 
 _P = TypeVar("_P", OpenSession, CommandBatch)
 
@@ -57,23 +59,27 @@ class Outbox:
     """What a session's reader hasn't taken yet. Steps that come while the reader is busy are joined into one batch, so it
     never holds more than what the engine produced since the last one."""
 
-    def __init__(self, engine_session: str, now: float) -> None:
+    def __init__(self, engine_session: str, now: float, recorder: SessionRecorder) -> None:
         self.engine_session = engine_session
+        self.recorder = recorder
+        self.oldest: float | None = None
         self.heard = now
         self.has_reader = False
         self.closed = False
         self.filled = asyncio.Event()
         self._events: list[Event] = []
 
-    def add(self, events: tuple[Event, ...]) -> None:
-        """Append a step's events and wake the reader."""
+    def add(self, events: tuple[Event, ...], at: float) -> None:
+        """Append the events of a step that ended `at`, and wake the reader."""
         if not self.closed:
+            self.oldest = at if self.oldest is None else self.oldest
             self._events.extend(events)
             self.filled.set()
 
     def take(self) -> tuple[Event, ...]:
         """All that there is, in order; leaves the outbox empty."""
         events, self._events = tuple(self._events), []
+        self.oldest = None
         if not self.closed:
             self.filled.clear()
         return events
@@ -91,15 +97,22 @@ class EngineHost:
     """
 
     def __init__(
-        self, engine: HostedEngine, replica: str, *, session_timeout_s: float = 60.0, heartbeat_s: float = 5.0
+        self,
+        engine: HostedEngine,
+        replica: str,
+        *,
+        session_timeout_s: float = 60.0,
+        heartbeat_s: float = 5.0,
+        log: RequestLog | None = None,
     ) -> None:
         """Take the engine over: `close` closes it. Must be called with the loop running that all methods run on."""
+        self.recorder = Recorder(self._busy_s, log)
         self._engine = engine
         self._replica = replica
         self._timeout_s = session_timeout_s
         self._heartbeat_s = heartbeat_s
         self._outboxes: dict[str, Outbox] = {}
-        self._mailbox: Mailbox[tuple[Outbox, tuple[Event, ...]]] = Mailbox(asyncio.get_running_loop(), _deliver)
+        self._mailbox: Mailbox[tuple[Outbox, tuple[Event, ...], float]] = Mailbox(asyncio.get_running_loop(), _deliver)
         self._failure: BranchlineError | None = None
         self._watchdog = asyncio.create_task(self._watch(), name="branchline-session-watchdog")
 
@@ -124,17 +137,22 @@ class EngineHost:
 
     async def submit(self, payload: bytes) -> bytes:
         """CommandBatch -> Ack. A batch without commands keeps the session alive."""
+        began = time.perf_counter()
         try:
             batch = _decode(protocol.decode_batch, payload)
             outbox = self._find(batch.session)
             outbox.heard = time.monotonic()
             if batch.commands:
                 self._engine.submit(outbox.engine_session, tuple(map(self._localised, batch.commands)))
+                outbox.recorder.submitted(batch.commands, began)
             else:
                 self._engine.touch(outbox.engine_session)
             return protocol.encode(Ack())
         except BranchlineError as err:
+            self.recorder.refused(err)
             return _refuse(err)
+        finally:
+            self.recorder.transport(time.perf_counter() - began)
 
     async def events(self, session: str) -> AsyncGenerator[bytes, None]:
         """The session's EventBatches. The first comes at once; empty ones are heartbeats.
@@ -151,9 +169,14 @@ class EngineHost:
             while True:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(outbox.filled.wait(), self._heartbeat_s)
+                began, published = time.perf_counter(), outbox.oldest
                 closed, events = outbox.closed, outbox.take()
                 if events or not closed:
                     yield protocol.encode(EventBatch(session, events))
+                if published is not None:
+                    now = time.perf_counter()
+                    self.recorder.transport(now - began)
+                    self.recorder.delivered(now - published)
                 if closed:
                     return
         finally:
@@ -196,18 +219,22 @@ class EngineHost:
         slot: list[Outbox] = []
 
         def sink(events: tuple[Event, ...]) -> None:
-            self._mailbox.put((slot[0], events))
+            self._mailbox.put((slot[0], events, time.perf_counter()))
 
         # The engine can't call the sink before a command was submitted, which needs the id that this gives.
         engine_session = self._engine.open_session(sink, request.client)
-        outbox = Outbox(engine_session, time.monotonic())
-        slot.append(outbox)
         session = f"{self._replica}{SEPARATOR}{engine_session}"
+        outbox = Outbox(engine_session, time.monotonic(), self.recorder.session(session))
+        slot.append(outbox)
         self._outboxes[session] = outbox
         return self._opened(session)
 
     def _opened(self, session: str) -> SessionOpened:
         return SessionOpened(session=session, replica=self._replica, model=self._engine.info, timeout_s=self._timeout_s)
+
+    def _busy_s(self) -> float:
+        stats = self._engine.stats()
+        return stats.tensor_s + stats.plan_s
 
     def _find(self, session: str) -> Outbox:
         if self._failure is not None:
@@ -256,9 +283,10 @@ def replica_of(session: str) -> str:
     return replica
 
 
-def _deliver(item: tuple[Outbox, tuple[Event, ...]]) -> None:
-    outbox, events = item
-    outbox.add(events)
+def _deliver(item: tuple[Outbox, tuple[Event, ...], float]) -> None:
+    outbox, events, at = item
+    outbox.recorder.published(events, at, time.perf_counter())
+    outbox.add(events, at)
 
 
 def _refuse(err: BranchlineError) -> bytes:

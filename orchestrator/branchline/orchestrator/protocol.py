@@ -26,6 +26,7 @@ Over HTTP (JSON, or msgpack where `Content-Type`/`Accept` is application/msgpack
     GET    /v1/sessions/{id}/events        Server-Sent Events, one EventBatch a message
     DELETE /v1/sessions/{id}               -> 204
     GET    /v1/stats[?session={id}]        -> EngineStats, of all replicas together or of the session's
+    GET    /v1/stats?by=replica            -> a list of {"replica", "stats"}
 """
 
 from __future__ import annotations

@@ -18,10 +18,11 @@ from ray.serve.schema import LoggingConfig
 
 from branchline.engine.errors import BranchlineError, ConfigError
 from branchline.engine.types import ErrorInfo
-from branchline.orchestrator.config import ServeConfig
+from branchline.orchestrator.config import ServeConfig, log_encoding
 from branchline.orchestrator.host import EngineHost, HostedEngine
 from branchline.orchestrator.protocol import ENGINE_DEPLOYMENT, error_info
-from branchline.orchestrator.telemetry import EngineMetrics
+from branchline.orchestrator.telemetry.export import ReplicaMetrics
+from branchline.orchestrator.telemetry.log import RequestLog
 
 logger = logging.getLogger("ray.serve.branchline")
 MAX_ONGOING_REQUESTS = 4096
@@ -70,9 +71,13 @@ class EngineReplica:
             raise EngineStartError(err) from err
         replica = serve.get_replica_context().replica_id.unique_id
         self._host = EngineHost(
-            engine, replica, session_timeout_s=config.engine.session_timeout_s, heartbeat_s=config.heartbeat_s
+            engine,
+            replica,
+            session_timeout_s=config.engine.session_timeout_s,
+            heartbeat_s=config.heartbeat_s,
+            log=RequestLog(enabled=config.log_requests),
         )
-        self._metrics = EngineMetrics(engine.info)
+        self._metrics = ReplicaMetrics(engine.info)
         self._exporter = asyncio.create_task(self._export(config.metrics_period_s), name="branchline-metrics")
 
     async def open_session(self, payload: bytes) -> bytes:
@@ -116,7 +121,7 @@ class EngineReplica:
 
     async def _export(self, period_s: float) -> None:
         while True:
-            self._metrics.update(self._host.engine.stats())
+            self._metrics.update(self._host.engine.stats(), self._host.recorder.drain())
             await asyncio.sleep(period_s)
 
 
@@ -133,7 +138,7 @@ def engine_deployment(config: ServeConfig) -> Any:
         health_check_period_s=5,
         graceful_shutdown_timeout_s=5,
         graceful_shutdown_wait_loop_s=0.2,
-        logging_config=LoggingConfig(enable_access_log=False),
+        logging_config=LoggingConfig(enable_access_log=False, encoding=log_encoding(config)),
         ray_actor_options={"num_cpus": 1, "num_gpus": 1 if on_gpu else 0},
         request_router_config=RequestRouterConfig(request_router_class=ROUTER),
     )

@@ -14,6 +14,7 @@ from branchline.orchestrator.errors import ReplicaUnavailableError
 from branchline.orchestrator.link import Link
 from branchline.orchestrator.protocol import SessionOpened, StatsReply
 from branchline.orchestrator.routing_policy import least_loaded
+from branchline.orchestrator.telemetry.log import RequestLog
 
 logger = logging.getLogger(__name__)
 REFRESH_PERIOD_S = 5.0
@@ -23,9 +24,10 @@ RECOVERY_PERIOD_S = 0.5
 class Backend:
     """Keeps a channel to every replica that is up."""
 
-    def __init__(self, link: Link, num_replicas: int = 1) -> None:
+    def __init__(self, link: Link, num_replicas: int = 1, log: RequestLog | None = None) -> None:
         """`num_replicas`: how many are expected; while fewer are up they are looked for more often."""
         self.link = link
+        self.log = log or RequestLog(enabled=False)
         self._num_replicas = num_replicas
         self._channels: dict[str, Channel] = {}
         self._refreshing = asyncio.Lock()
@@ -67,11 +69,16 @@ class Backend:
         """The counters of one replica, or of all together. Raises ReplicaUnavailableError."""
         if replica is not None:
             return read_reply(await self.link.call("stats", replica=replica), StatsReply).stats
-        replies = [read_reply(payload, StatsReply).stats for payload in await self.link.call_all("stats")]
-        if not replies:
-            raise ReplicaUnavailableError("no engine replica answers; try again")
+        replies = [reply.stats for reply in await self.stats_by_replica()]
         fields = EngineStats.__struct_fields__
         return EngineStats(**{name: sum(getattr(stats, name) for stats in replies) for name in fields})
+
+    async def stats_by_replica(self) -> list[StatsReply]:
+        """The counters of each replica, by name. Raises ReplicaUnavailableError when none answers."""
+        replies = [read_reply(payload, StatsReply) for payload in await self.link.call_all("stats")]
+        if not replies:
+            raise ReplicaUnavailableError("no engine replica answers; try again")
+        return sorted(replies, key=lambda reply: reply.replica)
 
     async def quietest(self) -> str | None:
         """The replica that has least to do, by its own account; None when the engines don't say: then any will do."""

@@ -60,6 +60,11 @@ class Generation:
         self._unfinished = job.n * len(job.contents)
         self._early: list[Event] = []
 
+    @property
+    def branches(self) -> range:
+        """The ids of its branches in the channel's session."""
+        return self._listener.branches
+
     async def start(self) -> None:
         """Send the commands and wait for the first answer, so that a refusal is known before a response begins.
 

@@ -42,7 +42,10 @@ def build_asgi(backend: Backend, max_body_bytes: int, *, request_ids: bool = Tru
         return Response(protocol.encode_json({"status": "ok", "replicas": backend.num_live()}), media_type="application/json")
 
     async def stats(request: Request) -> Response:
-        """GET /v1/stats"""
+        """GET /v1/stats: of all replicas together, of a session's, or `by=replica`: of each."""
+        if request.query_params.get("by") == "replica":
+            each = [{"replica": reply.replica, "stats": reply.stats} for reply in await backend.stats_by_replica()]
+            return Response(protocol.encode_json(each), media_type="application/json")
         session = request.query_params.get("session")
         counters = await backend.stats(replica_of(session) if session else None)
         return Response(protocol.encode_json(counters), media_type="application/json")

@@ -65,7 +65,9 @@ class OpenAI:
         body, job = parse(await read_body(request, self._max_body_bytes))
         model = await self._backend.model()
         _check_model(body.model, model)
-        generation = Generation(await self._backend.channel(), job)
+        channel = await self._backend.channel()
+        generation = Generation(channel, job)
+        self._backend.log.asked(channel.opened.session, generation.branches)
         handed_over = False
         try:
             started = await until_disconnect(request.receive, _start(generation))
