@@ -15,6 +15,7 @@ import typer
 
 from branchline.engine.config import DEFAULT_MODEL
 from branchline.engine.errors import BranchlineError, ConfigError
+from branchline.orchestrator.telemetry.command import metrics
 
 if TYPE_CHECKING:
     from branchline.orchestrator.app import Running
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 BAD_INPUT = 2
+app.add_typer(metrics, name="metrics")
 
 
 def main() -> None:
