@@ -30,9 +30,9 @@ from branchline.orchestrator.channel import read_reply
 from branchline.orchestrator.host import EngineHost
 from branchline.orchestrator.protocol import CommandBatch, OpenSession, SessionOpened
 from branchline.orchestrator.telemetry.catalogue import BY_NAME, METRICS
-from branchline.orchestrator.telemetry.export import pages_by_state, waiting_by_class
 from branchline.orchestrator.telemetry.log import RequestLog
 from branchline.orchestrator.telemetry.recorder import Recorder
+from branchline.orchestrator.telemetry.states import pages_by_state, waiting_by_class
 
 
 def delta(branch: int) -> Delta:

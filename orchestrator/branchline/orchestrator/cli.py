@@ -58,6 +58,8 @@ def serve(
     threads: Annotated[int | None, typer.Option(help="Compute threads; default: all cores.")] = None,
     dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard.")] = True,
     dashboard_port: Annotated[int, typer.Option(help="The dashboard's port, on loopback.")] = 8265,
+    log_format: Annotated[str, typer.Option(help="Of Serve's log files: text or json.")] = "text",
+    log_requests: Annotated[bool, typer.Option("--log-requests", help="A log line for each generation that ends.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Show what Ray and its workers log.")] = False,
 ) -> None:
     """Serve a model: OpenAI's API and the branch API over HTTP, and a Ray Serve application."""
@@ -75,6 +77,8 @@ def serve(
             "num_replicas": replicas,
             "dashboard": dashboard,
             "dashboard_port": dashboard_port,
+            "log_format": log_format,
+            "log_requests": log_requests,
             "verbose": verbose,
             "engine": {name: value for name, value in engine.items() if value is not None},
         }
@@ -97,6 +101,19 @@ def chat(
     from branchline.orchestrator.chat import run_chat
 
     asyncio.run(run_chat(url, system=system, temperature=temperature, max_tokens=max_tokens))
+
+
+@app.command()
+def top(
+    url: Annotated[str, typer.Option(help="A running server; see `branchline serve`.")] = "http://127.0.0.1:8000",
+    period_s: Annotated[float, typer.Option(help="Seconds between two looks.", min=0.1)] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame and end.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="A line of JSON a frame.")] = False,
+) -> None:
+    """Watch the replicas: tokens, batch, queue, pages, and where the time goes."""
+    from branchline.orchestrator.top import run_top
+
+    run_top(url, period_s=period_s, once=once, as_json=json)
 
 
 @app.command()

@@ -7,8 +7,9 @@ from typing import Any
 from ray.serve import metrics
 
 from branchline.engine.types import EngineStats, ModelInfo
-from branchline.orchestrator.telemetry.catalogue import METRICS, PREFIX, QOS, Metric
+from branchline.orchestrator.telemetry.catalogue import METRICS, PREFIX, Metric
 from branchline.orchestrator.telemetry.recorder import Samples
+from branchline.orchestrator.telemetry.states import pages_by_state, waiting_by_class
 
 TOTALS = ("steps", "forks", "copied_bytes", "preemptions", "swapped_pages", "dropped", "refused")
 TOKENS = ("prefill", "decode", "cached", "recomputed")
@@ -63,20 +64,6 @@ class ReplicaMetrics:
     def _tagged(self, name: str, tag: str) -> dict[str, str]:
         key = self._tags[name]
         return {} if key is None else {key: tag}
-
-
-def waiting_by_class(stats: EngineStats) -> dict[str, int]:
-    """The queue, by class of service."""
-    standard = stats.waiting - stats.waiting_interactive - stats.waiting_batch
-    return dict(zip(QOS, (stats.waiting_interactive, standard, stats.waiting_batch), strict=True))
-
-
-def pages_by_state(stats: EngineStats) -> dict[str, int]:
-    """All pages of the pool, each in one state. What is counted at different moments is cut to fit."""
-    used = stats.pages_total - stats.pages_free
-    cached = min(stats.pages_cached, used)
-    private = min(stats.pages_private, used - cached)
-    return {"free": stats.pages_free, "shared": used - cached - private, "private": private, "cached": cached}
 
 
 def _make(metric: Metric) -> Any:
