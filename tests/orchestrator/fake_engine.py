@@ -23,12 +23,14 @@ from branchline.engine.errors import (
     EngineOverloadedError,
     EngineStepError,
     FailedBranchError,
+    InvalidRequestError,
     ModelNotFoundError,
     ReleasedBranchError,
     SessionNotFoundError,
     UnknownBranchError,
 )
 from branchline.engine.types import (
+    Adopt,
     Append,
     Attach,
     Cancel,
@@ -49,7 +51,9 @@ from branchline.engine.types import (
     Info,
     Inspect,
     ModelInfo,
+    Pin,
     PositionLogprobs,
+    Race,
     Ready,
     Release,
     Text,
@@ -220,6 +224,8 @@ class FakeEngine:
                 for branch_id in command.branches:
                     self._of(session, branch_id)
                     del session.branches[branch_id]
+            elif isinstance(command, Adopt | Pin | Race):
+                raise InvalidRequestError(f"the fake engine doesn't know {type(command).__name__}")
             else:
                 self._of(session, command.branch).queue.append(command)
         except BranchlineError as err:

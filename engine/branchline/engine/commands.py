@@ -28,6 +28,7 @@ from branchline.engine.errors import (
 from branchline.engine.model.rng import branch_key
 from branchline.engine.scheduler.scheduler import Scheduler
 from branchline.engine.types import (
+    Adopt,
     Append,
     Attach,
     Cancel,
@@ -42,6 +43,8 @@ from branchline.engine.types import (
     Generate,
     Info,
     Inspect,
+    Pin,
+    Race,
     Ready,
     Release,
     SamplingParams,
@@ -103,6 +106,9 @@ class CommandRunner:
             case Release():
                 for branch_id in command.branches:
                     self._release(session, branch_id)
+            case Adopt() | Pin() | Race():
+                named = command.branches[0] if isinstance(command, Race) else command.branch
+                emit_failed(session, named, InvalidRequestError(f"this engine doesn't know {type(command).__name__}"))
             case _:
                 try:
                     branch = self._find(session, command.branch)

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from branchline.engine.errors import BranchlineError, EngineClosedError, EngineError, EngineOverloadedError, InvalidRequestError
-from branchline.engine.types import Command, Event, Forked, Release
+from branchline.engine.types import Command, Event, Forked, Raced, Release
 from branchline.orchestrator import protocol
 from branchline.orchestrator.errors import ReplicaUnavailableError
 from branchline.orchestrator.link import Link
@@ -205,6 +205,8 @@ class Channel:
             async with contextlib.aclosing(self._link.events(self.opened.session, self.replica)) as stream:
                 async for payload in stream:
                     for event in protocol.decode_events(payload).events:
+                        if isinstance(event, Raced):
+                            continue  # the gateway starts no race
                         branch = event.parent if isinstance(event, Forked) else event.branch
                         listener = self._listeners.get(branch)
                         if listener is not None:
