@@ -15,12 +15,13 @@ EXPECTED = (_core.CoreError, ValueError, TypeError, MemoryError, BufferError)
 PROPERTIES = [
     "next_tokens", "num_tokens", "num_rows", "num_levels", "num_copies", "token_ids", "positions", "write_slots", "row_indptr",
     "row_slots", "copy_src", "copy_dst", "copy_tokens", "num_free_pages", "num_pages", "num_branches", "num_segments",
-    "page_tokens", "num_used_pages", "counters", "table", "table_lengths",
+    "page_tokens", "num_used_pages", "num_cached_pages", "counters", "table", "table_lengths",
 ]  # fmt: skip
 METHODS = [
     "root", "fork", "fork_many", "release", "release_many", "truncate", "length", "shared_length", "tokens", "pages",
     "describe", "pages_needed", "join", "leave", "prefill", "plan", "commit", "rollback", "level", "lend", "lend_many",
-    "give_back", "give_back_many", "leased_pages", "tenant_pages", "take_used", "match", "insert", "evict", "check", "nop",
+    "give_back", "give_back_many", "leased_pages", "tenant_pages", "take_used", "match", "peek", "graft", "extend", "insert",
+    "evict", "private_part", "check", "nop",
 ]  # fmt: skip
 
 
@@ -67,7 +68,7 @@ class Arguments:
 
 def _sensible(tree: _core.BranchTree, arguments: Arguments) -> Any:
     rng = arguments.rng
-    pick, slot = int(rng.integers(0, 6)), int(rng.integers(0, 6))
+    pick, slot = int(rng.integers(0, 10)), int(rng.integers(0, 6))
     if pick == 0:
         return tree.root()
     if pick == 1:
@@ -76,7 +77,16 @@ def _sensible(tree: _core.BranchTree, arguments: Arguments) -> Any:
         return tree.join(arguments.number(), slot, 1)
     if pick == 3:
         return tree.prefill(arguments.number(), slot, np.arange(5, dtype=np.int32))
-    return tree.plan() if pick == 4 else tree.commit()
+    if pick == 4:
+        return tree.plan()
+    if pick == 5:
+        return tree.commit()
+    tokens = np.arange(rng.integers(0, 30), dtype=np.int32)
+    if pick == 6:
+        return tree.match(tokens, int(rng.integers(0, 3)))
+    if pick == 7:
+        return tree.insert(arguments.number())
+    return (tree.graft if pick == 8 else tree.extend)(arguments.number(), tokens)
 
 
 def fuzz(seed: int, calls: int) -> Counter[str]:
