@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from branchline.engine.engine import Engine
 from branchline.engine.types import (
+    DEFAULT_SERVICE,
     Command,
     Content,
     Context,
@@ -20,6 +21,7 @@ from branchline.engine.types import (
     Info,
     Inspect,
     SamplingParams,
+    Service,
     Text,
 )
 
@@ -41,12 +43,12 @@ class Output:
 class Recorder:
     """One session of an engine. Keeps all the events that came."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, tenant: str = "") -> None:
         self.engine = engine
         self.events: list[Event] = []
         self.batches: list[tuple[Event, ...]] = []
         self._arrived = threading.Condition()
-        self.session = engine.open_session(self._sink)
+        self.session = engine.open_session(self._sink, tenant=tenant)
         self._next_branch = 0
         self._next_request = 0
 
@@ -77,10 +79,10 @@ class Recorder:
 
     # --- the usual moves --------------------------------------------------------------------------------------------
 
-    def context(self, content: Content | str) -> int:
+    def context(self, content: Content | str, *, pin: bool = False, service: Service = DEFAULT_SERVICE) -> int:
         branch = self._next_branch
         self._next_branch += 1
-        self.send(Context(branch, Text(content) if isinstance(content, str) else content))
+        self.send(Context(branch, Text(content) if isinstance(content, str) else content, pin, service))
         return branch
 
     def fork(self, parent: int, count: int = 1) -> list[int]:
@@ -89,11 +91,11 @@ class Recorder:
         self.send(Fork(parent, first, count))
         return list(range(first, first + count))
 
-    def generate(self, branch: int, **params: Any) -> int:
+    def generate(self, branch: int, *, service: Service = DEFAULT_SERVICE, **params: Any) -> int:
         request = self._next_request
         self._next_request += 1
         params.setdefault("temperature", 0.0)
-        self.send(Generate(branch, request, SamplingParams(**params)))
+        self.send(Generate(branch, request, SamplingParams(**params), service))
         return request
 
     def output(self, request: int) -> Output:
@@ -111,6 +113,19 @@ class Recorder:
             if isinstance(event, Finished) and event.request == request:
                 return Output(events, event)
         raise TimeoutError(f"request {request} didn't end; the last events are {events[-5:]}")
+
+    def has_ended(self, request: int) -> bool:
+        with self._arrived:
+            return any(isinstance(event, Finished | Failed) and event.request == request for event in self.events)
+
+    def wait_for_tokens(self, request: int, count: int) -> None:
+        """Until a generation has given so many tokens."""
+
+        def given() -> int:
+            return sum(len(event.tokens) for event in self.events if isinstance(event, Delta) and event.request == request)
+
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: given() >= count, TIMEOUT_S)
 
     def run(self, branch: int, **params: Any) -> Output:
         return self.output(self.generate(branch, **params))

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.engine.engines import COMPUTED, assert_empty
+from tests.engine.engines import load as load_engine
 from tests.engine.recorder import Recorder
 
-from branchline.engine.config import EngineConfig
 from branchline.engine.engine import Engine
 from branchline.engine.errors import (
     ConfigError,
@@ -46,22 +47,8 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 3
 
 
 def load(model: Path, **settings: Any) -> Engine:
-    base: dict[str, Any] = {
-        "model": str(model),
-        "pool_tokens": 8192,
-        "max_batch": 128,
-        "max_step_tokens": 256,
-        "threads": 1,
-        "deterministic_seed": 7,
-    }
-    return Engine.load(EngineConfig.from_dict(base | settings))
-
-
-COMPUTED: dict[str, dict[str, Any]] = {
-    "native": {"compute": "native"},
-    "cpu": {"compute": "torch", "attention": "cpu"},
-    "reference": {"compute": "torch", "attention": "reference"},
-}
+    """Here a fresh sequence is to be a fresh one: tests of the prefix cache have their own engines."""
+    return load_engine(model, scheduling={"prefix_cache": False}, **settings)
 
 
 @pytest.fixture(scope="module", params=COMPUTED)
@@ -77,17 +64,6 @@ def client(engine: Engine) -> Iterator[Recorder]:
     yield recorder
     engine.close_session(recorder.session)
     assert_empty(engine)
-
-
-def assert_empty(engine: Engine) -> None:
-    """All pages and branches are back, and the invariants hold."""
-    deadline = time.monotonic() + 10
-    while engine.stats().sessions and time.monotonic() < deadline:
-        time.sleep(0.005)
-    engine.check()
-    stats = engine.stats()
-    assert (stats.branches, stats.running, stats.waiting) == (0, 0, 0)
-    assert stats.pages_free == stats.pages_total
 
 
 # --- forks say what fresh sequences say ---------------------------------------------------------------------------------
@@ -464,10 +440,10 @@ def test_more_work_than_memory_waits_for_its_turn(tiny_model: Path) -> None:
         assert_empty(engine)
 
 
-def test_pool_held_by_idle_branches_is_a_clear_error(tiny_model: Path) -> None:
+def test_pool_held_by_pinned_branches_is_a_clear_error(tiny_model: Path) -> None:
     with load(tiny_model, pool_tokens=256, blocked_timeout_s=0.2) as engine:
         client = Recorder(engine)
-        held = client.context(TokenIds((1,) * 200))
+        held = client.context(TokenIds((1,) * 200), pin=True)
         client.wait(Ready)
         blocked = client.context(TokenIds((2,) * 200))
         error = client.failure(blocked).error
@@ -645,7 +621,6 @@ def test_a_dropped_engine_stops_its_thread(tiny_model: Path) -> None:
 
 def test_the_interpreter_exits_cleanly_with_a_busy_engine(tiny_model: Path) -> None:
     program = f"""
-from branchline.engine.config import EngineConfig
 from branchline.engine.engine import Engine
 from branchline.engine.types import Context, Generate, SamplingParams, TokenIds
 engine = Engine.load(EngineConfig(model={str(tiny_model)!r}, pool_tokens=8192))

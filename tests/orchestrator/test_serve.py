@@ -77,7 +77,7 @@ def wait_for(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
 
 def idle(running: app.Running) -> bool:
     now = stats(running)
-    return bool(now["branches"] == 0 and now["pages_free"] == now["pages_total"])
+    return bool(now["branches"] == 0 and now["pages_free"] + now["pages_cached"] == now["pages_total"])
 
 
 def chat(**options: Any) -> dict[str, Any]:

@@ -335,6 +335,7 @@ class Driver:
         assert core.num_cached_pages == twin.num_cached_pages
         assert core.num_used_pages == twin.num_used_pages
         assert [core.tenant_pages(t) for t in range(3)] == [twin.tenant_pages(t) for t in range(3)]
+        assert [core.tenant_cached_pages(t) for t in range(3)] == [twin.tenant_cached_pages(t) for t in range(3)]
         assert sum(core.tenant_pages(t) for t in range(3)) == self._held()
         forward: dict[int, int] = {}
         backward: dict[int, int] = {}

@@ -20,8 +20,8 @@ PROPERTIES = [
 METHODS = [
     "root", "fork", "fork_many", "release", "release_many", "truncate", "length", "shared_length", "tokens", "pages",
     "describe", "pages_needed", "join", "leave", "prefill", "plan", "commit", "rollback", "level", "lend", "lend_many",
-    "give_back", "give_back_many", "leased_pages", "tenant_pages", "take_used", "match", "peek", "graft", "extend", "insert",
-    "evict", "private_part", "check", "nop",
+    "give_back", "give_back_many", "leased_pages", "tenant_pages", "tenant_cached_pages", "take_used", "match", "peek", "graft",
+    "extend", "insert", "evict", "private_part", "check", "nop",
 ]  # fmt: skip
 
 

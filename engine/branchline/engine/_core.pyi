@@ -125,6 +125,9 @@ class BranchTree:
     def tenant_pages(self, tenant: int, /) -> int:
         """Pages that a tenant's branches, segments (cached ones too) and leases own."""
 
+    def tenant_cached_pages(self, tenant: int, /) -> int:
+        """Those among a tenant's pages that only the prefix index holds."""
+
     def take_used(self) -> npt.NDArray[np.int32]:
         """With `zero_used`: pages that were given back since the last call. They are free afterwards: zero them before the
         next plan. A copy."""

@@ -7,18 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
 from branchline.engine.errors import BranchlineError
-from branchline.engine.types import Append, Context, Event, Generate, Inspect, Message
+from branchline.engine.scheduler.strand import Strand
+from branchline.engine.scheduler.tenants import Tenant
+from branchline.engine.types import DEFAULT_SERVICE, Adopt, Append, Context, Event, Generate, Inspect, Message, Pin, Service
 
 if TYPE_CHECKING:
+    from branchline.engine.races import RunningRace
     from branchline.engine.work import Work
 
-Tokens = npt.NDArray[np.int32]
-NO_TOKENS: Tokens = np.empty(0, np.int32)
-NO_TOKENS.flags.writeable = False
 Sink = Callable[[tuple[Event, ...]], None]
 
 
@@ -30,7 +27,22 @@ class ForkInto:
     first: int
 
 
-Queued = Context | Append | Generate | Inspect | ForkInto
+@dataclass(slots=True, eq=False)
+class AdoptFrom:
+    """An `Adopt` that waits for its branch's turn, and for its child's."""
+
+    child: Branch
+    command: Adopt
+
+
+@dataclass(slots=True, eq=False)
+class GoInto:
+    """An adopted branch's own end of an `Adopt`: when its turn comes nothing runs on it any more."""
+
+    parent: Branch
+
+
+Queued = Context | Append | Generate | Inspect | Pin | ForkInto | AdoptFrom | GoInto
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,35 +58,42 @@ class Branch:
     """One branch of a session.
 
     Attributes:
-        node: the core's handle; None until the fork that makes it has taken effect, and after the release.
+        strand: its tokens, and their K/V.
+        made: its `Context` came, or the fork that makes it has taken effect.
         key: of its random stream (see model/rng.py); follows the path of forks from the root.
-        pending: tokens at the end whose K/V isn't computed yet. Once work is done it is never empty on a branch with
-            content: the last token stays pending, because whoever generates needs that token's logits.
         unanswered: `Ready` events still owed: (tokens added, when its turn came).
+        cached_told: tokens found in the prefix cache that `Ready` events have told of.
         queue: commands that wait for what runs now.
         work: what runs or waits for a slot now.
+        service: of what was last appended.
+        waits_to_go: its turn to be adopted has come.
+        race: that its next generation takes part in.
         error: set when a command failed; all later ones fail with FailedBranchError.
         released: the client gave it up; kept only until forks that it queued before have taken effect.
     """
 
     session: Session
     id: int
-    node: int | None = None
+    strand: Strand
+    made: bool = False
     key: int = 0
     num_children: int = 0
-    pending: Tokens = field(default_factory=lambda: NO_TOKENS)
     chat: ChatState | None = None
     unanswered: list[tuple[int, float]] = field(default_factory=list)
+    cached_told: int = 0
     queue: deque[Queued] = field(default_factory=deque)
     work: Work | None = None
+    service: Service = DEFAULT_SERVICE
     tokenizing: bool = False
+    waits_to_go: bool = False
+    race: RunningRace | None = None
     error: BranchlineError | None = None
     released: bool = False
 
     @property
     def busy(self) -> bool:
         """Whether its next command must wait."""
-        return self.work is not None or self.tokenizing or self.node is None
+        return self.work is not None or self.tokenizing or self.waits_to_go or not self.made
 
 
 @dataclass(slots=True, eq=False)
@@ -82,6 +101,8 @@ class Session:
     """One client's branches and its way back.
 
     Attributes:
+        tenant: whom its work is done for.
+        strand_tenant: what the core counts its pages under.
         branches: by client-minted id; only those that are not released.
         next_id: ids below it were used: one that isn't in `branches` was released.
         outbox: events of the step under way; they leave as one batch.
@@ -91,6 +112,8 @@ class Session:
     id: str
     sink: Sink
     client: str
+    tenant: Tenant
+    strand_tenant: int
     heard: float
     branches: dict[int, Branch] = field(default_factory=dict)
     next_id: int = 0

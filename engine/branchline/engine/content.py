@@ -7,9 +7,10 @@ from typing import Protocol
 
 import numpy as np
 
-from branchline.engine.branch import ChatState, Tokens
+from branchline.engine.branch import ChatState
 from branchline.engine.errors import ChatTemplateError, InvalidParameterError
 from branchline.engine.model.chat_template import GENERATED_REPLY, ChatTemplate
+from branchline.engine.scheduler.strand import Tokens
 from branchline.engine.types import Chat, Content, Text, TokenIds
 
 # Shorter content is tokenised in the engine thread: under 1 ms, less than handing it to another thread may take.

@@ -25,6 +25,7 @@ from branchline.engine.model.native import NativeModel, NativeRunner, open_model
 from branchline.engine.model.runner import DTYPES, LoadedModel, ModelRunner, Runner
 from branchline.engine.model.sampler import Sampler
 from branchline.engine.model.tokenizer import Tokenizer, load_tokenizer
+from branchline.engine.swap import SwapSpace
 from branchline.engine.threads import set_compute_threads
 from branchline.engine.types import Command, Content, EngineStats, Generate, ModelInfo
 
@@ -80,6 +81,7 @@ class Engine:
             tokenizer=tokenizer,
             encoder=self._encoder,
             context_length=context_length,
+            swap=SwapSpace(computed.pool, config.scheduling.swap_bytes) if config.scheduling.swap_bytes else None,
         )
         self._closed = threading.Event()
         self._thread = threading.Thread(target=_run, args=(self._loop, self._closed), name="branchline-engine", daemon=True)
@@ -106,12 +108,19 @@ class Engine:
         say("allocating the page pool")
         return cls(config, model, tokenizer)
 
-    def open_session(self, sink: Sink, client: str = "") -> str:
-        """Make a session. Returns its id, which nobody can guess. Raises EngineClosedError."""
+    def open_session(self, sink: Sink, client: str = "", tenant: str = "") -> str:
+        """Make a session. Returns its id, which nobody can guess.
+
+        Args:
+            client: who asked, for the logs.
+            tenant: whom its work is done for: see `SchedulingConfig.tenants`.
+
+        Raises EngineClosedError, TenantLimitError.
+        """
         self._raise_if_closed()
-        session = Session(secrets.token_hex(16), sink, client, time.monotonic())
-        self._loop.sessions[session.id] = session
-        return session.id
+        session_id = secrets.token_hex(16)
+        self._loop.open_session(session_id, sink, client, tenant)
+        return session_id
 
     def submit(self, session: str, commands: Sequence[Command]) -> None:
         """Take commands of a session, in order; they take effect before the next step.
@@ -122,13 +131,13 @@ class Engine:
         commands takes effect.
         """
         found = self._find(session)
-        waiting = len(self._loop.waiting)
         generations = sum(isinstance(command, Generate) for command in commands)
-        if generations and waiting + generations > self._config.max_waiting:
-            raise EngineOverloadedError(
-                f"{waiting} requests wait already and {generations} more came: "
-                f"at most {self._config.max_waiting} may; retry later"
-            )
+        if generations:
+            try:
+                self._loop.scheduler.require_room(generations)
+            except EngineOverloadedError:
+                self._loop.counters.refused += generations
+                raise
         self._loop.post(found, tuple(commands))
 
     def touch(self, session: str) -> None:

@@ -198,6 +198,7 @@ NB_MODULE(_core, m) {
             nb::arg("leases").noconvert())
         .def("leased_pages", [](const BranchTree& self, Handle lease) { return copy_of(self.leased_pages(lease)); })
         .def("tenant_pages", &BranchTree::tenant_pages)
+        .def("tenant_cached_pages", &BranchTree::tenant_cached_pages)
         .def("take_used", [](BranchTree& self) { return copy_of(self.take_used()); })
         .def(
             "match",

@@ -186,6 +186,8 @@ std::vector<int32_t> BranchTree::leased_pages(Handle lease) const {
 
 int32_t BranchTree::tenant_pages(int64_t tenant) const { return tree_.tenant_pages(checked_tenant(tenant)); }
 
+int32_t BranchTree::tenant_cached_pages(int64_t tenant) const { return tree_.tenant_idle_pages(checked_tenant(tenant)); }
+
 std::vector<int32_t> BranchTree::take_used() {
     require_idle();
     std::vector<int32_t> out(static_cast<std::size_t>(tree_.pool().num_used()));

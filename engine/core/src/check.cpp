@@ -93,6 +93,7 @@ void Tree::check(const std::vector<std::pair<const PageList*, int32_t>>& lent) c
     std::vector<int32_t> holders(segments_.size());
     std::vector<int32_t> idle_children(segments_.size());
     int32_t idle_pages = 0;
+    std::vector<int32_t> idle_of_tenant(index(kTenants));
     const auto check_run = [&](const char* kind, int32_t i, const PageList& pages, int32_t parent, int32_t lead, int32_t start,
                                int32_t end) {
         const int32_t own = end - start;
@@ -122,6 +123,7 @@ void Tree::check(const std::vector<std::pair<const PageList*, int32_t>>& lent) c
         holders[index(i)] += segment.indexed;
         if (is_idle(segment)) {
             idle_pages += segment.pages.count;
+            idle_of_tenant[segment.tenant] += segment.pages.count;
             if (segment.parent != kNone) ++idle_children[index(segment.parent)];
         }
         int32_t hard = 0;
@@ -161,6 +163,7 @@ void Tree::check(const std::vector<std::pair<const PageList*, int32_t>>& lent) c
     ownership.require_complete();
     for (int32_t t = 0; t < kTenants; ++t) {
         require(of_tenant[index(t)] == tenant_pages_[index(t)], "tenant", t, "has a wrong count of pages");
+        require(idle_of_tenant[index(t)] == tenant_idle_pages_[index(t)], "tenant", t, "has a wrong count of idle pages");
     }
 }
 

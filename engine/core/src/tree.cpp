@@ -28,7 +28,8 @@ Tree::Tree(int32_t num_pages, int32_t page_tokens, int32_t max_branches, int32_t
       segments_(index(num_pages)),
       free_branches_(index(max_branches)),
       free_segments_(index(num_pages)),
-      tenant_pages_(index(kTenants)) {
+      tenant_pages_(index(kTenants)),
+      tenant_idle_pages_(index(kTenants)) {
     for (int32_t i = 0; i < max_branches; ++i) {
         branches_[index(i)] = Branch{kNone, 0, 0, 0, 0, first_generation_, kNone, kNone, kNone};
         free_branches_[index(i)] = max_branches - 1 - i;
@@ -131,7 +132,7 @@ void Tree::drop(int32_t s) {
 void Tree::rest(int32_t s) {
     while (true) {
         const Segment& segment = segments_[index(s)];
-        idle_pages_ += segment.pages.count;
+        count_idle(segment, segment.pages.count);
         s = segment.parent;
         if (s == kNone) return;
         segments_[index(s)].idle_children += 1;
@@ -144,7 +145,7 @@ void Tree::wake(int32_t s) {
     bool idle = is_idle(segments_[index(s)]);
     while (idle) {
         const Segment& segment = segments_[index(s)];
-        idle_pages_ -= segment.pages.count;
+        count_idle(segment, -segment.pages.count);
         s = segment.parent;
         if (s == kNone) return;
         idle = is_idle(segments_[index(s)]);
@@ -154,7 +155,7 @@ void Tree::wake(int32_t s) {
 
 void Tree::evict(int32_t s) {
     Segment& segment = segments_[index(s)];
-    idle_pages_ -= segment.pages.count;
+    count_idle(segment, -segment.pages.count);
     if (segment.parent != kNone) {  // the index holds it too: it stays, as idle as it was
         Segment& above = segments_[index(segment.parent)];
         above.idle_children -= 1;

@@ -7,6 +7,7 @@ import math
 import mmap
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from branchline.engine._core import copy_pages
@@ -109,6 +110,12 @@ class AttentionBackend(abc.ABC):
         """Do the step's copy-on-write list, of at least the filled tokens. Modifies the destination pages only. Called before
         the step's `plan`. Returns bytes copied."""
         return self.pool.copy_filled(step)
+
+    def copy_page(self, source: int, destination: int, num_tokens: int) -> None:
+        """Copy at least the first tokens of one page outside a step. Modifies the destination page only."""
+        none = np.empty(0, np.int32)
+        copies = (np.array([value], np.int32) for value in (source, destination, num_tokens))
+        self.copy_pages(Step(none, none, none, none, none, (), *copies))
 
     def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """K/V of pages [n] int64, in the contract's order: a copy [n, layers, 2, kv_heads, page_tokens, head_dim]."""

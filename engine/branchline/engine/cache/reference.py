@@ -171,6 +171,10 @@ class BranchTree(PrefixIndex, StepArrays):
         lent = sum(len(pages) for pages, of in self._leases.values() if of == tenant)
         return lent + sum(len(run.pages) for run in runs if run.tenant == tenant)
 
+    def tenant_cached_pages(self, tenant: int) -> int:
+        self._require_tenant(tenant)
+        return sum(len(run.pages) for run in self._idle() if run.tenant == tenant)
+
     def take_used(self) -> Int32Array:
         self._require_idle()
         used, self._used = self._used, []

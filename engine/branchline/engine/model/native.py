@@ -298,6 +298,9 @@ class NativeRunner(Runner):
         self._logits = np.empty((0, self._vocab_size), np.float32)
         self.copied_bytes = 0
 
+    def copy_page(self, source: int, destination: int, num_tokens: int) -> None:
+        self._attention.copy_page(source, destination, num_tokens)
+
     def run(self, step: Step, logit_tokens: npt.NDArray[np.integer]) -> torch.Tensor:
         if len(step.copy_src):
             self.copied_bytes += self._attention.copy_pages(step)

@@ -127,6 +127,9 @@ class Runner(Protocol):
 
     copied_bytes: int
 
+    def copy_page(self, source: int, destination: int, num_tokens: int) -> None:
+        """Copy at least the first tokens' K/V of one page to another, between two steps."""
+
     def run(self, step: Step, logit_tokens: npt.NDArray[np.integer]) -> torch.Tensor:
         """Compute a step: its copies, its K/V and the logits that are wanted. Modifies the pool.
 
@@ -147,6 +150,9 @@ class ModelRunner(Runner):
         self._device = model.device
         self._attention = attention
         self.copied_bytes = 0
+
+    def copy_page(self, source: int, destination: int, num_tokens: int) -> None:
+        self._attention.copy_page(source, destination, num_tokens)
 
     def run(self, step: Step, logit_tokens: npt.NDArray[np.integer]) -> torch.Tensor:
         if len(step.copy_src):

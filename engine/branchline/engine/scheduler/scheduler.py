@@ -1,82 +1,513 @@
-"""Who runs in the next step: admission by memory, first come first served, prefill in chunks under a token budget."""
+"""Iteration-level scheduling of strands: who runs in the next step, with how many tokens, and who yields.
+
+Admission is by memory. A work is admitted when a slot is free, and when the pages that nobody holds, less those that were
+promised to what runs, hold what it still computes and what it is expected to generate. What it shares with others costs it
+nothing. Where outputs turn out longer than expected and pages run out, the work of the lowest rank yields: its K/V is given up,
+or copied away, and it waits at its old place. See `KvCache` for why that loses nothing.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
-from branchline.engine._core import BranchTree
-from branchline.engine.work import Work
+import numpy as np
+import numpy.typing as npt
+
+from branchline.engine._core import BranchTree, OutOfBranchesError, OutOfPagesError
+from branchline.engine.config import SchedulingConfig
+from branchline.engine.errors import (
+    BranchlineError,
+    DeadlineError,
+    EngineOverloadedError,
+    PoolExhaustedError,
+    PoolTooSmallError,
+    TenantLimitError,
+)
+from branchline.engine.scheduler.kv_cache import CopyPage, KvCache
+from branchline.engine.scheduler.lengths import OutputLengths
+from branchline.engine.scheduler.policies.find import find_policy
+from branchline.engine.scheduler.queue import WaitingQueue
+from branchline.engine.scheduler.room import Room
+from branchline.engine.scheduler.slots import Slots
+from branchline.engine.scheduler.step_times import StepTimes
+from branchline.engine.scheduler.strand import Strand
+from branchline.engine.scheduler.tenants import Tenant, Tenants
+from branchline.engine.scheduler.work import Work
+from branchline.engine.swap import SwapSpace
+
+Int32Array = npt.NDArray[np.int32]
+# A deadline is missed when even an output shorter than this share of them would end too late.
+_SHORT_OUTPUT = 0.1
+_LATE_CHECK_S = 0.005
+
+
+class Listener(Protocol):
+    """Told at once, in the engine's thread."""
+
+    def admitted(self, work: Work) -> None:
+        """It has a slot, for the first time or again."""
+
+    def yielded(self, work: Work, slot: int) -> None:
+        """It gave its slot up, and waits."""
+
+    def computed(self, work: Work) -> None:
+        """A work without generation is done, and out."""
+
+    def dropped(self, work: Work, err: BranchlineError) -> None:
+        """It can't be done, and is out."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """A step that the core has planned.
+
+    Attributes:
+        num_tokens: in all rows.
+        slots, logit_tokens, positions: [N] of the rows that want a token: their slots, the packed index of their last token,
+            and the position that the new token will have.
+        chunks: the works that prefill, with how many tokens.
+    """
+
+    num_tokens: int
+    slots: Int32Array
+    logit_tokens: Int32Array
+    positions: Int32Array
+    chunks: list[tuple[Work, int]]
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of rows that prefill."""
+        return sum(count for _, count in self.chunks)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start; written by the engine's thread, read by any."""
+
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    dropped: int = 0
+    ended: int = 0
 
 
 class Scheduler:
-    """Waiting and running work of one engine.
+    """Waiting and running work of one engine, and the core's batch. Belongs to the engine's thread.
 
-    A work is admitted when a slot is free and the free pages, less what the running works may still need, hold all the
-    tokens that it may add. So a running work never lacks a page, and one that waits is never overtaken.
+    A step is `begin`, the model's forward, `end`.
     """
 
-    def __init__(self, tree: BranchTree, max_batch: int, max_step_tokens: int) -> None:
+    def __init__(
+        self,
+        tree: BranchTree,
+        config: SchedulingConfig,
+        listener: Listener,
+        *,
+        max_batch: int,
+        max_step_tokens: int,
+        max_waiting: int = 1 << 30,
+        blocked_timeout_s: float = 10.0,
+        copy_page: CopyPage,
+        swap: SwapSpace | None = None,
+    ) -> None:
         self._tree = tree
+        self._config = config
+        self._listener = listener
         self._max_step_tokens = max_step_tokens
-        self._free_slots = list(range(max_batch - 1, -1, -1))
-        self.waiting: deque[Work] = deque()
-        self.running: dict[int, Work] = {}
-        self._prefilling: dict[int, Work] = {}
+        self._max_waiting = max_waiting
+        self._blocked_timeout_s = blocked_timeout_s
+        self._policy = find_policy(config)
+        self.tenants = Tenants(config)
+        self.cache = KvCache(tree, keep=config.prefix_cache, copy_page=copy_page, swap=swap)
+        self.lengths = OutputLengths()
+        self.times = StepTimes()
+        self.counters = Counters()
+        self.queue = WaitingQueue(self._policy)
+        self.slots = Slots(max_batch)
+        self._room = Room(tree, config, self._policy, self.cache, self.slots, self.lengths)
+        self._prefilling: dict[Work, None] = {}
+        # Works that wait because a running one computes the same prefix, by that prefix.
+        self._held: dict[tuple[int, int, bytes], list[Work]] = {}
+        self._num_held = 0
+        self._with_deadline: set[Work] = set()
+        self._check_late_at = 0.0
+        self._blocked_since: float | None = None
+        self._began = 0.0
+        self._active: dict[Tenant, None] = {}
+        self._last_counter = 0.0
+        self._last_end: float | None = None
+        self._ends_per_s = 0.0
 
-    def add(self, work: Work) -> None:
-        """Put a work at the end of the queue."""
-        self.waiting.append(work)
+    @property
+    def num_waiting(self) -> int:
+        """Works that have no slot."""
+        return len(self.queue) + self._num_held
 
-    def remove(self, work: Work) -> None:
-        """Take a work out, wherever it is; its slot is free again. Does not touch the core's batch."""
+    @property
+    def num_running(self) -> int:
+        """Works that have one."""
+        return len(self.slots.works)
+
+    # --- work comes and goes ----------------------------------------------------------------------------------------
+
+    def require_room(self, more: int) -> None:
+        """Raises EngineOverloadedError if so many works more would be too many to wait. Any thread."""
+        waiting = self.num_waiting
+        if waiting + more > self._max_waiting:
+            rate = self._ends_per_s
+            raise EngineOverloadedError(
+                f"{waiting} requests wait already and {more} more came: at most {self._max_waiting} may; retry later",
+                retry_after_s=min(max((waiting + more - self._max_waiting) / rate, 1.0), 60.0) if rate > 0 else 1.0,
+            )
+
+    def check_fits(self, strand: Strand, num_tokens: int) -> None:
+        """Raises PoolTooSmallError, or TenantLimitError, if a strand that has `num_tokens` beyond what its node holds can't
+        be held even when it is alone."""
+        tree = self._tree
+        if strand.node is None:
+            need = -(-num_tokens // tree.page_tokens)
+        else:
+            _, _, shared_pages, private_pages, _ = tree.describe(strand.node)
+            need = shared_pages + private_pages + tree.pages_needed(strand.node, num_tokens)
+        if need > tree.num_pages:
+            raise PoolTooSmallError(
+                f"{num_tokens} tokens need {need} pages of {tree.page_tokens} with what the branch holds: "
+                f"the pool has {tree.num_pages} in all; shorten the text or max_tokens, or give the engine a larger pool"
+            )
+        if self._config.isolate_tenants:
+            tenant = self.tenants.all[strand.tenant]
+            limit = tenant.config.max_pages
+            if limit is not None and need > limit:
+                raise TenantLimitError(
+                    f"{num_tokens} tokens need {need} pages of {tree.page_tokens} with what the branch holds: "
+                    f"tenant {tenant.name!r} may own {limit}; shorten the text or max_tokens"
+                )
+
+    def add(self, work: Work, now: float) -> None:
+        """Let a work wait for its turn. Raises TenantLimitError when its tenant's tokens of this minute are used up."""
+        work.tenant.check_rate(now)
+        self._lift(work.tenant)
+        work.tenant.works += 1
+        if work.deadline is not None:
+            self._with_deadline.add(work)
+        self._enqueue(work)
+
+    def remove(self, work: Work, now: float, *, ended: bool = False) -> None:
+        """Take a work out, whatever it is doing. Its strand keeps what is computed and generated.
+
+        Args:
+            ended: its output ended by itself: its length is learnt from.
+        """
+        self._forget(work)
         if work.slot is None:
-            self.waiting.remove(work)
+            self._unqueue(work)
             return
-        del self.running[work.slot]
-        self._prefilling.pop(work.slot, None)
-        self._free_slots.append(work.slot)
-        work.slot = None
+        self._vacate(work, now)
+        self.cache.park(work.strand)
+        self.counters.ended += 1
+        if ended:
+            self.lengths.observe(work.num_generated)
+        if self._last_end is not None and now > self._last_end:
+            self._ends_per_s += 0.05 * (1 / (now - self._last_end) - self._ends_per_s)
+        self._last_end = now
 
-    def started_decoding(self, work: Work) -> None:
-        """The work's prefill is done and its row has joined the core's batch."""
-        assert work.slot is not None
-        del self._prefilling[work.slot]
-        work.decoding = True
+    # --- steps ------------------------------------------------------------------------------------------------------
 
-    def pages_wanted(self, work: Work) -> int:
-        """Pages that the work may still take."""
-        node = work.branch.node
-        assert node is not None
-        return self._tree.pages_needed(node, work.tokens_left)
+    def begin(self, now: float) -> StepPlan | None:
+        """Decide what runs, and plan the step. None: nothing runs."""
+        self._began = now
+        if self._with_deadline and now >= self._check_late_at:
+            self._drop_late(now)
+        while True:
+            if self.num_waiting:
+                self._admit(now)
+            if not self.slots.works:
+                return None
+            chunks = self._chunks()
+            for work, count in chunks:
+                assert work.strand.node is not None
+                assert work.slot is not None
+                self._tree.prefill(work.strand.node, work.slot, work.strand.pending[:count])
+                self.slots.samples[work.slot] = work.max_tokens > 0 and count == work.prefill_left
+            num_tokens = self._plan(chunks, now)
+            if num_tokens is not None:
+                return self._planned(num_tokens, chunks)
 
-    def admit(self) -> list[Work]:
-        """Give slots to the works at the head of the queue that fit. Returns them, in order."""
-        if not self.waiting or not self._free_slots:
-            return []
-        spare = self._tree.num_free_pages - sum(self.pages_wanted(work) for work in self.running.values())
-        admitted = []
-        while self.waiting and self._free_slots:
-            wanted = self.pages_wanted(self.waiting[0])
-            if wanted > spare:
+    def end(self, plan: StepPlan, tokens: Int32Array, now: float) -> None:
+        """The step is computed.
+
+        Args:
+            tokens: [N] what was sampled for `plan.slots`.
+        """
+        tree = self._tree
+        tree.next_tokens[plan.slots] = tokens
+        tree.commit()
+        if len(plan.slots):
+            self.slots.sampled(plan.slots, tree.page_tokens)
+        prefilled = 0
+        for work, count in plan.chunks:
+            prefilled += count
+            self._chunk_computed(work, count, now)
+        self.times.observe(len(plan.slots), prefilled, now - self._began)
+
+    def abort(self, plan: StepPlan) -> None:
+        """The step failed: nothing of it stays. Its works run on; the caller removes those that are lost."""
+        self._tree.rollback()
+
+    def seconds_to_compute(self, num_tokens: int) -> float:
+        """Of prefilling so many tokens, from what steps took so far."""
+        return num_tokens * self.times.prefill_token_s
+
+    # --- inside -----------------------------------------------------------------------------------------------------
+
+    def _planned(self, num_tokens: int, chunks: list[tuple[Work, int]]) -> StepPlan:
+        tree = self._tree
+        row_slots = tree.row_slots[: tree.num_rows]
+        rows = np.flatnonzero(self.slots.samples[row_slots])
+        logit_tokens = tree.row_indptr[1:][rows] - 1
+        return StepPlan(num_tokens, row_slots[rows], logit_tokens, tree.positions[logit_tokens] + 1, chunks)
+
+    def _plan(self, chunks: list[tuple[Work, int]], now: float) -> int | None:
+        """Have the core plan; who is in the way yields. None: nothing is left to plan. Takes those from `chunks`."""
+        while True:
+            try:
+                return self._tree.plan()
+            except OutOfPagesError as err:
+                if self.cache.reclaim(self.cache.available + 1):
+                    continue
+                victim = self._room.last_in_rank()
+                queued = [i for i, (work, _) in enumerate(chunks) if work is victim]
+                for i in queued:
+                    assert victim.strand.node is not None
+                    self._tree.leave(victim.strand.node)
+                    del chunks[i]
+                if len(self.slots.works) == 1:
+                    self._drop(victim, self._exhausted(f"no page is free for the next token ({err})"), now)
+                    return None
+                self._yield(victim, now)
+
+    def _admit(self, now: float) -> None:
+        self.slots.charge_all(self.tenants.all, now)
+        passed_over: set[Tenant] = set()
+        while True:
+            work = self.queue.head(passed_over)
+            if work is None:
                 break
-            work = self.waiting.popleft()
-            spare -= wanted
-            work.slot = self._free_slots.pop()
-            self.running[work.slot] = self._prefilling[work.slot] = work
-            admitted.append(work)
-        return admitted
+            if self._hold(work):
+                continue
+            if self._room.is_over_limit(work):
+                passed_over.add(work.tenant)
+                continue
+            victims = self._room.find(work)
+            if victims is None:
+                break
+            for victim in victims:
+                self._yield(victim, now)
+            self.queue.discard(work)
+            self._start(work, now)
+        self._refuse_if_blocked(now)
 
-    def chunks(self) -> Iterator[tuple[Work, int]]:
-        """The works that prefill in the next step, with the number of their pending tokens to compute; oldest first."""
-        budget = self._max_step_tokens - (len(self.running) - len(self._prefilling))
-        for work in self._prefilling.values():
+    def _refuse_if_blocked(self, now: float) -> None:
+        """Nothing runs that could free pages, and what waits doesn't fit: wait a while for a release."""
+        head = None if self.slots.works else self.queue.head(set())
+        if head is None:
+            self._blocked_since = None
+        elif self._blocked_since is None:
+            self._blocked_since = now
+        elif now - self._blocked_since >= self._blocked_timeout_s:
+            self._blocked_since = None
+            self._drop(head, self._exhausted(f"{self._room.pages_wanted(head)} pages are needed"), now)
+
+    def _exhausted(self, what: str) -> PoolExhaustedError:
+        return PoolExhaustedError(
+            f"{what}, {self.cache.available} of {self._tree.num_pages} can be had and pinned branches hold the rest: "
+            "unpin or release some, ask for fewer tokens, or give the engine a larger pool"
+        )
+
+    def _start(self, work: Work, now: float) -> None:
+        strand = work.strand
+        self.cache.unpark(strand)
+        try:
+            self.cache.bring_back(strand)
+        except OutOfBranchesError as err:
+            self._forget(work)
+            self.counters.dropped += 1
+            self._listener.dropped(work, EngineOverloadedError(f"no branch is free ({err}): release some"))
+            return
+        self.slots.take(work, self._room.tokens_promised(work))
+        work.started = now if work.started is None else work.started
+        if work.yielded_at is not None:
+            work.preempted_s += now - work.yielded_at
+            work.yielded_at = None
+        self._listener.admitted(work)
+        if work.max_tokens and len(strand.pending) == 1:
+            self._start_decoding(work, int(strand.pending[0]))
+            work.in_flight = None
+        elif work.prefill_left:
+            self._prefilling[work] = None
+            if work.in_flight is not None:
+                self._held.setdefault(work.in_flight, [])
+        else:
+            work.in_flight = None
+            self._computed(work, now)
+
+    def _start_decoding(self, work: Work, next_token: int) -> None:
+        assert work.strand.node is not None
+        assert work.slot is not None
+        self._tree.join(work.strand.node, work.slot, next_token)
+        work.strand.pending = work.strand.pending[:0]
+        work.decoding = True
+        self.slots.samples[work.slot] = True
+
+    def _chunks(self) -> list[tuple[Work, int]]:
+        """What prefills in the next step: who goes first takes as much of the budget as it can."""
+        if not self._prefilling:
+            return []
+        decoding = len(self.slots.works) - len(self._prefilling)
+        budget = self._max_step_tokens - decoding
+        if self._config.itl_target_ms is not None and decoding:
+            within = self.times.prefill_within(self._config.itl_target_ms / 1000, decoding)
+            # At least a page, so that no prefill stands still.
+            budget = budget if within is None else min(budget, max(within, self._tree.page_tokens))
+        share = self._policy.share
+        chunks = []
+        for work in sorted(self._prefilling, key=lambda work: (share(work.tenant), work.rank)):
             count = min(work.prefill_left, budget)
             if count <= 0:
                 break
             budget -= count
-            yield work, count
+            chunks.append((work, count))
+        return chunks
 
-    def youngest(self) -> Work:
-        """The running work that was submitted last. Raises ValueError if none runs."""
-        return max(self.running.values(), key=lambda work: work.submitted)
+    def _chunk_computed(self, work: Work, count: int, now: float) -> None:
+        strand, slot = work.strand, work.slot
+        assert slot is not None
+        length = strand.held(self._tree)
+        self.counters.recomputed_tokens += max(min(strand.computed, length) - (length - count), 0)
+        strand.computed = max(strand.computed, length)
+        strand.pending = strand.pending[count:]
+        self.slots.computed(slot, count)
+        if work.prefill_left:
+            return
+        del self._prefilling[work]
+        self.cache.insert(strand)
+        self._let_held_go(work)
+        if work.max_tokens:
+            self._start_decoding(work, int(self._tree.next_tokens[slot]))
+        else:
+            self._computed(work, now)
+
+    def _computed(self, work: Work, now: float) -> None:
+        self.remove(work, now)
+        self._listener.computed(work)
+
+    def _vacate(self, work: Work, now: float) -> None:
+        """Take a running work off its slot."""
+        assert work.slot is not None
+        if work.decoding:
+            assert work.strand.node is not None
+            work.strand.pending = self._tree.next_tokens[work.slot : work.slot + 1].copy()
+            self._tree.leave(work.strand.node)
+            work.strand.computed = max(work.strand.computed, work.strand.held(self._tree))
+            work.decoding = False
+        self._prefilling.pop(work, None)
+        self._let_held_go(work)
+        self.slots.give(work, now)
+
+    def _yield(self, work: Work, now: float) -> None:
+        """A running work gives its slot and its pages up, and waits at its rank."""
+        slot = work.slot
+        assert slot is not None
+        self._vacate(work, now)
+        if not work.strand.pinned and not self.cache.copy_away(work.strand, self.seconds_to_compute):
+            self.cache.give_up(work.strand)
+        work.preemptions += 1
+        work.yielded_at = now
+        self.counters.preemptions += 1
+        self._listener.yielded(work, slot)
+        self._enqueue(work)
+
+    def _enqueue(self, work: Work) -> None:
+        work.expected_tokens = len(work.strand.pending) + self._room.expected_output(work)
+        work.rank = self._policy.order(work)
+        self.cache.park(work.strand)
+        self.queue.push(work)
+
+    def _unqueue(self, work: Work) -> None:
+        if work.ticket:
+            self.queue.discard(work)
+            return
+        assert work.in_flight is not None
+        self._held[work.in_flight].remove(work)
+        self._num_held -= 1
+
+    def _hold(self, work: Work) -> bool:
+        """Have a work wait while another computes the page that it would compute first."""
+        strand, page_tokens = work.strand, self._tree.page_tokens
+        work.in_flight = None
+        if strand.node is not None or not self._config.prefix_cache or len(strand.pending) <= page_tokens:
+            return False
+        found, _ = self.cache.peek(strand)
+        if found + page_tokens >= len(strand.pending):
+            return False
+        work.in_flight = strand.tenant, found, strand.pending[found : found + page_tokens].tobytes()
+        held = self._held.get(work.in_flight)
+        if held is None:
+            return False
+        self.queue.discard(work)
+        held.append(work)
+        self._num_held += 1
+        return True
+
+    def _let_held_go(self, work: Work) -> None:
+        """The work computes its prefix no longer: those that waited for that look again."""
+        if work.in_flight is None:
+            return
+        held = self._held.pop(work.in_flight, [])
+        work.in_flight = None
+        self._num_held -= len(held)
+        for other in held:
+            self.queue.push(other)
+
+    def _lift(self, tenant: Tenant) -> None:
+        """A tenant that had nothing to do can't claim the service of that time."""
+        if tenant.works:
+            return
+        others = [other.counter for other in self._active]
+        tenant.counter = max(tenant.counter, min(others) if others else self._last_counter)
+        self._active[tenant] = None
+
+    def _forget(self, work: Work) -> None:
+        self._with_deadline.discard(work)
+        tenant = work.tenant
+        tenant.works -= 1
+        if tenant.works == 0:
+            self._last_counter = tenant.counter
+            del self._active[tenant]
+
+    def _drop_late(self, now: float) -> None:
+        """Drop what would miss its deadline even if its output is short."""
+        self._check_late_at = now + _LATE_CHECK_S
+        for work in list(self._with_deadline):
+            deadline = work.deadline
+            assert deadline is not None
+            if work.slot is not None:
+                self.slots.count(work)
+            output = self.lengths.remaining(work.num_generated, work.max_tokens, _SHORT_OUTPUT) if self.lengths.known else 1
+            steps = min(output, work.max_tokens) * self.times.step_s
+            end = now + self.seconds_to_compute(work.prefill_left) + steps
+            if end > deadline:
+                self._drop(
+                    work,
+                    DeadlineError(
+                        f"it would end {1000 * (end - deadline):.0f} ms after its deadline of {work.service.deadline_ms:g} ms, "
+                        f"with {work.num_generated} tokens generated by now: allow more time, or ask for fewer tokens"
+                    ),
+                    now,
+                )
+
+    def _drop(self, work: Work, err: BranchlineError, now: float) -> None:
+        """A work can't be done: it is taken out."""
+        self.counters.dropped += 1
+        self.remove(work, now)
+        self._listener.dropped(work, err)

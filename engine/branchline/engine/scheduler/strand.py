@@ -28,10 +28,14 @@ class Strand:
 
     Attributes:
         node: the core's handle; None: no K/V is held and all tokens are pending.
-        pending: tokens at the end whose K/V the node doesn't hold. Arrays are shared between strands: never written to.
+        pending: tokens at the end whose K/V the node doesn't hold. Once work is done it is never empty on a strand with
+            tokens: the last one stays pending, because whoever generates needs that token's logits. Arrays are shared
+            between strands: never written to.
         tenant: whom the core counts its pages for, and whose cached prefixes it may use (16 bits).
         pinned: its K/V stays while the strand lives.
         computed: most tokens whose K/V was ever there; what is computed below it again was lost.
+        inherited: tokens at its beginning that it didn't compute: its parent's, or found in the prefix cache.
+        cached: tokens that the prefix cache had for it, in all.
         swapped: where the K/V of the first pending tokens lies, if not in the pool.
     """
 
@@ -40,12 +44,17 @@ class Strand:
     tenant: int = 0
     pinned: bool = False
     computed: int = 0
+    inherited: int = 0
+    cached: int = 0
     swapped: Swapped | None = None
+
+    def held(self, tree: BranchTree) -> int:
+        """Tokens whose K/V its node holds."""
+        return 0 if self.node is None else tree.length(self.node)
 
     def length(self, tree: BranchTree) -> int:
         """All its tokens."""
-        held = 0 if self.node is None else tree.length(self.node)
-        return held + len(self.pending)
+        return self.held(tree) + len(self.pending)
 
     def tokens(self, tree: BranchTree) -> Tokens:
         """All its tokens. A copy, unless nothing is held."""

@@ -83,6 +83,7 @@ class BranchTree {
     void give_back(const Handle* leases, int64_t count);
     std::vector<int32_t> leased_pages(Handle lease) const;
     int32_t tenant_pages(int64_t tenant) const;
+    int32_t tenant_cached_pages(int64_t tenant) const;
     /// Pages given back since the last call; they are free afterwards.
     std::vector<int32_t> take_used();
 

@@ -138,6 +138,7 @@ class Tree {
     static bool is_idle(const Segment& segment) { return segment.indexed != 0 && segment.refs - 1 == segment.idle_children; }
     /// Pages of idle segments.
     int32_t idle_pages() const { return idle_pages_; }
+    int32_t tenant_idle_pages(int32_t tenant) const { return tenant_idle_pages_[index(tenant)]; }
     /// Gives up an idle segment without children.
     void evict(int32_t segment);
     /// Puts tokens that `source` begins with on a page that the branch takes; the branch must have no tail, and the segment that
@@ -188,6 +189,10 @@ class Tree {
     void shorten(Branch& branch, int32_t i, int32_t num_tokens);
     void rest(int32_t segment);
     void wake(int32_t segment);
+    void count_idle(const Segment& segment, int32_t change) {
+        idle_pages_ += change;
+        tenant_idle_pages_[segment.tenant] += change;
+    }
 
     PagePool pool_;
     int32_t max_levels_;
@@ -205,6 +210,7 @@ class Tree {
     Buffer<int32_t> free_branches_;
     Buffer<int32_t> free_segments_;
     Buffer<int32_t> tenant_pages_;
+    Buffer<int32_t> tenant_idle_pages_;
 };
 
 inline int32_t Tree::open_branch(int32_t parent, int32_t length, int32_t tenant) {
