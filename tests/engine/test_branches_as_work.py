@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -258,8 +259,10 @@ def test_cancellation_frees_everything(tiny_model: Path, state: str, how: str) -
         if state in ("decoding", "preempted", "swapped"):
             client.wait_for_tokens(request, 20)
         if state in ("preempted", "swapped"):
-            blocking = client.generate(other, max_tokens=3500, ignore_eos=True, service=Service(priority=9))
-            client.wait_for_tokens(blocking, 1)
+            client.generate(other, max_tokens=3500, ignore_eos=True, service=Service(priority=9))
+            while engine.stats().preemptions == 0:
+                assert not client.has_ended(request)
+                time.sleep(0.0005)
         target = other if state == "held" else branch
         client.send(Cancel(target) if how == "cancel" else Release((target,)))
         ended = client.wait(Finished, lambda event: event.request == request)

@@ -621,6 +621,7 @@ def test_a_dropped_engine_stops_its_thread(tiny_model: Path) -> None:
 
 def test_the_interpreter_exits_cleanly_with_a_busy_engine(tiny_model: Path) -> None:
     program = f"""
+from branchline.engine.config import EngineConfig
 from branchline.engine.engine import Engine
 from branchline.engine.types import Context, Generate, SamplingParams, TokenIds
 engine = Engine.load(EngineConfig(model={str(tiny_model)!r}, pool_tokens=8192))

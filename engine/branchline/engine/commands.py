@@ -72,6 +72,8 @@ class CommandRunner:
                     emit_failed(session, command.branch, err, request)
                 else:
                     branch.queue.append(command)
+                    if isinstance(command, Generate):
+                        self._turns.join_waiting_append(branch)
                     self._turns.touch(branch)
 
     def close(self, session: Session) -> None:

@@ -93,6 +93,14 @@ class Turns:
         branch.work = None
         self.touch(branch)
 
+    def join_waiting_append(self, branch: Branch) -> None:
+        """A generation came for a branch whose appended tokens still wait for a slot: they are computed with it, and as soon
+        as it wants."""
+        work = branch.work
+        if len(branch.queue) == 1 and work is not None and work.generation is None and work.slot is None:
+            self._scheduler.remove(work, time.monotonic())
+            branch.work = None
+
     def answer_ready(self, branch: Branch) -> None:
         """Send the `Ready` events that are owed: all but the branch's last token is computed."""
         if not branch.unanswered or not branch.made or branch.error is not None:
