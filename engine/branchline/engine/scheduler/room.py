@@ -156,6 +156,5 @@ class Room:
         return self._private_part(work)[1]
 
     def _pages_freed(self, work: Work) -> int:
-        assert work.slot is not None
-        promised = -(-int(self._slots.left[work.slot]) // self._tree.page_tokens)
+        promised = self._slots.promised_to(work, self._tree.page_tokens)
         return promised + (0 if work.strand.pinned else self._private_part(work)[0])

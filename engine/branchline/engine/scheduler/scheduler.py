@@ -243,7 +243,7 @@ class Scheduler:
         tree.next_tokens[plan.slots] = tokens
         tree.commit()
         if len(plan.slots):
-            self.slots.sampled(plan.slots, tree.page_tokens)
+            self.slots.sampled(plan.slots)
         prefilled = 0
         for work, count in plan.chunks:
             prefilled += count
@@ -386,7 +386,7 @@ class Scheduler:
         self.counters.recomputed_tokens += max(min(strand.computed, length) - (length - count), 0)
         strand.computed = max(strand.computed, length)
         strand.pending = strand.pending[count:]
-        self.slots.computed(slot, count)
+        self.slots.prefilled(slot, count)
         if work.prefill_left:
             return
         del self._prefilling[work]

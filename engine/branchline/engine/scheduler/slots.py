@@ -8,29 +8,32 @@ import numpy.typing as npt
 from branchline.engine.scheduler.tenants import Tenant
 from branchline.engine.scheduler.work import Work
 
-Slot = npt.NDArray[np.int32]
 # What a token costs its tenant's share: as in Sheng et al. 2024, output tokens twice as much as input tokens.
 INPUT_COST = 1.0
 OUTPUT_COST = 2.0
 
 
 class Slots:
-    """Running work by slot. What steps count lies in arrays, so that a step costs the same few operations however much runs.
+    """Running work by slot. A step adds to one array, whatever runs; all else is worked out when somebody asks.
 
     Attributes:
         works: by slot.
         samples: [max_batch] bool: the slot's row wants a token in the next step.
-        left: [max_batch] tokens of K/V for which it was promised pages and that it hasn't added yet; 0 where nothing runs.
     """
 
     def __init__(self, max_batch: int) -> None:
         self.works: dict[int, Work] = {}
         self.samples = np.zeros(max_batch, np.bool_)
-        self.left = np.zeros(max_batch, np.int64)
         self._free = list(range(max_batch - 1, -1, -1))
+        # Of the work in each slot: tokens of K/V that it was promised pages for, tokens prefilled and generated since it has
+        # the slot, and how many of these its tenant was charged for; generated before.
+        self._runs = np.zeros(max_batch, np.bool_)
+        self._promised = np.zeros(max_batch, np.int64)
+        self._prefilled = np.zeros(max_batch, np.int64)
         self._generated = np.zeros(max_batch, np.int64)
-        self._cost = np.zeros(max_batch)
-        self._tokens = np.zeros(max_batch, np.int64)
+        self._prefilled_charged = np.zeros(max_batch, np.int64)
+        self._generated_charged = np.zeros(max_batch, np.int64)
+        self._generated_before = np.zeros(max_batch, np.int64)
         self._tenants = np.zeros(max_batch, np.int64)
 
     @property
@@ -43,8 +46,11 @@ class Slots:
         slot = work.slot = self._free.pop()
         self.works[slot] = work
         self.samples[slot] = False
-        self.left[slot] = promised
-        self._generated[slot] = work.num_generated
+        self._runs[slot] = True
+        self._promised[slot] = promised
+        self._generated_before[slot] = work.num_generated
+        for counts in (self._prefilled, self._generated, self._prefilled_charged, self._generated_charged):
+            counts[slot] = 0
         self._tenants[slot] = work.tenant.number
         work.tenant.running += 1
 
@@ -53,45 +59,52 @@ class Slots:
         slot = work.slot
         assert slot is not None
         self.count(work)
-        if self._tokens[slot]:
-            work.tenant.charge(float(self._cost[slot]), int(self._tokens[slot]), now)
-        self._cost[slot] = 0.0
-        self._tokens[slot] = 0
+        prefilled = int(self._prefilled[slot] - self._prefilled_charged[slot])
+        generated = int(self._generated[slot] - self._generated_charged[slot])
+        work.tenant.charge(INPUT_COST * prefilled + OUTPUT_COST * generated, prefilled + generated, now)
+        self._prefilled_charged[slot], self._generated_charged[slot] = self._prefilled[slot], self._generated[slot]
         del self.works[slot]
         self._free.append(slot)
         self.samples[slot] = False
-        self.left[slot] = 0
+        self._runs[slot] = False
         work.slot = None
         work.tenant.running -= 1
 
     def count(self, work: Work) -> None:
         """Bring the work's own count up to date."""
-        work.num_generated = int(self._generated[work.slot])
+        slot = work.slot
+        work.num_generated = int(self._generated_before[slot] + self._generated[slot])
 
     def charge_all(self, tenants: list[Tenant], now: float) -> None:
         """Bring the tenants' counts up to date. `tenants`: all, by number."""
-        tokens = np.bincount(self._tenants, weights=self._tokens)
-        costs = np.bincount(self._tenants, weights=self._cost)
-        for number in np.flatnonzero(tokens).tolist():
-            tenants[number].charge(float(costs[number]), int(tokens[number]), now)
-        self._cost[:] = 0.0
-        self._tokens[:] = 0
+        prefilled = self._prefilled - self._prefilled_charged
+        generated = self._generated - self._generated_charged
+        inputs = np.bincount(self._tenants, weights=prefilled)
+        outputs = np.bincount(self._tenants, weights=generated)
+        for number in np.flatnonzero(inputs + outputs).tolist():
+            tokens_in, tokens_out = float(inputs[number]), float(outputs[number])
+            tenants[number].charge(INPUT_COST * tokens_in + OUTPUT_COST * tokens_out, int(tokens_in + tokens_out), now)
+        self._prefilled_charged[:] = self._prefilled
+        self._generated_charged[:] = self._generated
 
-    def computed(self, slot: int, num_tokens: int) -> None:
+    def prefilled(self, slot: int, num_tokens: int) -> None:
         """A chunk of the slot's prefill was computed."""
-        self.left[slot] = max(self.left[slot] - num_tokens, 0)
-        self._cost[slot] += INPUT_COST * num_tokens
-        self._tokens[slot] += num_tokens
+        self._prefilled[slot] += num_tokens
 
-    def sampled(self, slots: Slot, refill: int) -> None:
-        """Each of these got a token. One that outgrew its promise is promised `refill` tokens more."""
+    def sampled(self, slots: npt.NDArray[np.int32]) -> None:
+        """Each of these got a token."""
         self._generated[slots] += 1
-        self._cost[slots] += OUTPUT_COST
-        self._tokens[slots] += 1
-        left = self.left[slots] - 1
-        left[left < 0] = refill
-        self.left[slots] = left
 
     def promised_pages(self, page_tokens: int) -> int:
-        """Pages that running work was promised and hasn't taken, at most."""
-        return int(((self.left + (page_tokens - 1)) // page_tokens).sum())
+        """Pages that running work was promised and hasn't taken, at most. One that outgrew its promise has one more."""
+        left = self._promised - self._prefilled - self._generated
+        np.maximum(left, 1, out=left)
+        left += page_tokens - 1
+        left //= page_tokens
+        return int(left[self._runs].sum())
+
+    def promised_to(self, work: Work, page_tokens: int) -> int:
+        """Those of them that are this work's."""
+        slot = work.slot
+        left = max(int(self._promised[slot] - self._prefilled[slot] - self._generated[slot]), 1)
+        return -(-left // page_tokens)

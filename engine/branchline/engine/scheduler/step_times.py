@@ -10,11 +10,13 @@ _LEAST_STEPS = 8
 
 
 class StepTimes:
-    """seconds = base + per_row * decode rows + per_token * prefill tokens, by least squares in which older steps count less."""
+    """seconds = base + per_row * decode rows + per_token * prefill tokens, by least squares in which older steps count less.
+
+    The sums are plain numbers: every step adds to them, and few steps ask for the solution."""
 
     def __init__(self) -> None:
-        self._products = np.zeros((3, 3))
-        self._targets = np.zeros(3)
+        # Sums over steps: 1, rows, tokens, rows², rows·tokens, tokens²; seconds, seconds·rows, seconds·tokens.
+        self._sums = [0.0] * 9
         self._steps = 0
         self._fitted_at = -1
         self._fit = (0.0, 0.0, 0.0)
@@ -22,13 +24,20 @@ class StepTimes:
 
     def observe(self, decode_rows: int, prefill_tokens: int, seconds: float) -> None:
         """A step ended."""
-        x = np.array((1.0, decode_rows, prefill_tokens))
-        self._products *= _DECAY
-        self._products += np.outer(x, x)
-        self._targets *= _DECAY
-        self._targets += x * seconds
-        self._mean_s += (seconds - self._mean_s) * max(1 - _DECAY, 1 / (self._steps + 1))
+        s, rows, tokens = self._sums, decode_rows, prefill_tokens
+        self._sums = [
+            s[0] * _DECAY + 1.0,
+            s[1] * _DECAY + rows,
+            s[2] * _DECAY + tokens,
+            s[3] * _DECAY + rows * rows,
+            s[4] * _DECAY + rows * tokens,
+            s[5] * _DECAY + tokens * tokens,
+            s[6] * _DECAY + seconds,
+            s[7] * _DECAY + seconds * rows,
+            s[8] * _DECAY + seconds * tokens,
+        ]
         self._steps += 1
+        self._mean_s += (seconds - self._mean_s) * max(1 - _DECAY, 1 / self._steps)
 
     @property
     def step_s(self) -> float:
@@ -50,10 +59,12 @@ class StepTimes:
         return max(int((seconds - base - per_row * decode_rows) / per_token), 0)
 
     def _coefficients(self) -> tuple[float, float, float]:
-        if self._fitted_at != self._steps:
+        if self._fitted_at != self._steps and self._steps:
+            one, rows, tokens, rows2, both, tokens2, *targets = self._sums
+            products = np.array(((one, rows, tokens), (rows, rows2, both), (tokens, both, tokens2)))
             # A little of the identity: rows and tokens may never have varied.
-            scale = np.diag(np.maximum(np.diag(self._products), 1.0) * 1e-6)
-            base, per_row, per_token = np.linalg.solve(self._products + scale, self._targets).tolist()
+            products += np.diag(np.maximum(np.diag(products), 1.0) * 1e-6)
+            base, per_row, per_token = np.linalg.solve(products, np.array(targets)).tolist()
             self._fit = max(base, 0.0), max(per_row, 0.0), max(per_token, 0.0)
             self._fitted_at = self._steps
         return self._fit

@@ -10,6 +10,11 @@ import numpy as np
 import typer
 
 from branchline.engine._core import BranchTree
+from branchline.engine.config import SchedulingConfig
+from branchline.engine.errors import BranchlineError
+from branchline.engine.scheduler.scheduler import Scheduler
+from branchline.engine.scheduler.strand import Strand
+from branchline.engine.scheduler.work import Work
 from branchline.load.bench.fork import PAGE_TOKENS, PREFIX_TOKENS, empty_call
 from branchline.load.measure import run_cases
 from branchline.load.receipt import Line, emit, show
@@ -90,17 +95,53 @@ def flat() -> dict[str, Any]:
     return {"flat_us": results}
 
 
+class _Nobody:
+    """Listens to the scheduler, and does nothing."""
+
+    def admitted(self, work: Work) -> None: ...
+    def yielded(self, work: Work, slot: int) -> None: ...
+    def computed(self, work: Work) -> None: ...
+    def dropped(self, work: Work, err: BranchlineError) -> None: ...
+
+
+def scheduled() -> dict[str, Any]:
+    """The same branches in the scheduler's hands, with all that it can do switched on: admission, fair shares of four tenants,
+    preemption, prefix cache, a target time between tokens. A step is `begin` and `end`, the plan and the commit included."""
+    results = {}
+    for streams in STREAMS:
+        tree, branches = _children(streams)
+        config = SchedulingConfig(policy="fair", itl_target_ms=50.0)
+        scheduler = Scheduler(
+            tree, config, _Nobody(), max_batch=streams, max_step_tokens=PREFIX_TOKENS, copy_page=lambda *_: None
+        )
+        for i, branch in enumerate(branches):
+            tenant = scheduler.tenants.get(f"tenant {i % 4}")
+            strand = Strand(node=branch, pending=np.array([i], np.int32), tenant=tenant.number)
+            scheduler.add(Work(strand=strand, tenant=tenant, submitted=0.0, max_tokens=STEPS), 0.0)
+        times = []
+        tokens = np.zeros(streams, np.int32)
+        for step in range(STEPS // 2):
+            start = perf_counter_ns()
+            plan = scheduler.begin(step * 0.01)
+            assert plan is not None
+            scheduler.end(plan, tokens, step * 0.01 + 0.009)
+            times.append((perf_counter_ns() - start) / 1000)
+        results[str(streams)] = statistics.median(times)
+    return {"scheduled_us": results}
+
+
 def run(
     json: Annotated[str | None, typer.Option(help="Write one JSON object to this file; - is standard output.")] = None,
 ) -> None:
     """What it costs to plan a decode step, token ids and write slots included."""
     results = run_cases("branchline.load.bench.fork", [empty_call])
-    results |= run_cases("branchline.load.bench.plan", [cascade, table, flat])
+    results |= run_cases("branchline.load.bench.plan", [cascade, table, flat, scheduled])
     if json is None:
         for key, title, goals in (
             ("cascade_us", f"Plan a step: branches on one prefix of {PREFIX_TOKENS:,} tokens, cascade levels", CASCADE_GOALS),
             ("table_us", "The same, padded table", TABLE_GOALS),
             ("flat_us", f"Plan a step: independent sequences of {SEQUENCE_PAGES} pages, flat lists", FLAT_GOALS),
+            ("scheduled_us", "A step of the scheduler, its Python and the cascade plan and commit included", {}),
         ):
             show(title, [Line(f"{n} streams", results[key][str(n)], "µs", REFERENCE_US.get(n), goals.get(n)) for n in STREAMS])
     emit("plan", results, json)
