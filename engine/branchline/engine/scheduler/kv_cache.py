@@ -37,6 +37,11 @@ class KvCache:
         return self._tree.num_free_pages + self._tree.num_cached_pages
 
     @property
+    def num_parked(self) -> int:
+        """Strands that would give up their K/V."""
+        return len(self._parked)
+
+    @property
     def swapped_pages(self) -> int:
         """Pages that were copied to swap space since the start."""
         return 0 if self._swap is None else self._swap.saved_pages

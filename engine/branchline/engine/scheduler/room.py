@@ -99,7 +99,7 @@ class Room:
         promised = int(self._slots.promised_pages(page_tokens) / self._config.overcommit)
         freed = sum(self._pages_freed(victim) for victim in victims)
         lacking = self.pages_wanted(work) + promised - freed - self._cache.available
-        if lacking > 0:
+        while lacking > 0 and self._cache.num_parked:
             # What parked branches give up may be what the work itself would find: what it wants is counted again.
             self._cache.reclaim(self._cache.available + lacking)
             lacking = self.pages_wanted(work) + promised - freed - self._cache.available
