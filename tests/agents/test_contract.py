@@ -97,6 +97,87 @@ def test_fork_gives_one_or_a_list(way: Way) -> None:
     run(main())
 
 
+def test_adopt_makes_the_childs_state_the_parents(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            root = session.context("one two")
+            child, other = root.fork(2)
+            child.append(" three")
+            answer = child.generate(max_tokens=2)
+            assert root.adopt(child) is root
+            assert child.released
+            assert (await root.append(" end").generate()).text.endswith("the last is end.")
+            assert (await answer).text == " heard 3"
+            assert (await root.inspect()).num_tokens > (await other.inspect()).num_tokens + 3
+            with pytest.raises(ReleasedBranchError):
+                child.generate()
+            with pytest.raises(ReleasedBranchError):
+                root.adopt(child)
+            with pytest.raises(InvalidParameterError, match="itself"):
+                root.adopt(root)
+            async with way.connect() as elsewhere:
+                with pytest.raises(ForeignHandleError):
+                    root.adopt(elsewhere.context("a"))
+
+    run(main())
+
+
+def test_a_race_keeps_the_first_and_releases_the_others(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            root = session.context("one two")
+            runners = root.fork(4)
+            generations = [runner.generate(max_tokens=2 + 2 * i) for i, runner in enumerate(runners)]
+            assert await session.race(runners, 2) == runners[:2]
+            assert [runner.released for runner in runners] == [False, False, True, True]
+            reasons = [(await generation).reason for generation in generations]
+            assert reasons[:2] == ["length", "length"]
+            assert set(reasons[2:]) <= {"cancelled", "length", "stop"}
+            with pytest.raises(ReleasedBranchError):
+                await session.race(runners)
+            with pytest.raises(InvalidParameterError, match="winners = 3"):
+                await session.race(runners[:2], 3)
+            with pytest.raises(InvalidParameterError, match="winners = 1"):
+                await session.race([])
+
+    run(main())
+
+
+def test_prune_releases_those_that_it_is_told_to(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            root = session.context("one two")
+            branches = root.fork(5)
+            kept = session.prune(branches, lambda branch: branch.id % 2 == 0)
+            assert [branch.released for branch in branches] == [branch not in kept for branch in branches]
+            assert all(branch.id % 2 for branch in kept)
+            assert (await kept[0].generate()).text
+            await until(lambda: way.engine.stats().branches == 1 + len(kept), "the pruned branches are gone")
+
+    run(main())
+
+
+def test_service_is_checked_at_the_call_and_travels(way: Way) -> None:
+    async def main() -> None:
+        async with way.connect() as session:
+            root = session.context("one two", pin=True, priority=3, qos="interactive", deadline_ms=60_000.0)
+            result = await root.append(" x", qos="batch").generate(temperature=0, priority=-5, qos="standard")
+            assert result.timing.preemptions == 0
+            assert (await root.pin().unpin().inspect()).num_tokens > 3
+            with pytest.raises(InvalidParameterError, match="priority = 101"):
+                root.generate(priority=101)
+            with pytest.raises(InvalidParameterError, match="qos"):
+                root.append("y", qos="urgent")  # type: ignore[arg-type]
+            with pytest.raises(InvalidParameterError, match="did you mean 'priority'"):
+                root.generate(priorty=1)  # type: ignore[call-arg]
+            with pytest.raises(InvalidParameterError, match="unknown parameter 'speed'"):
+                session.context("y", speed=1)  # type: ignore[call-arg]
+            with pytest.raises(InvalidParameterError, match="deadline_ms"):
+                root.generate(deadline_ms=0.0)
+
+    run(main())
+
+
 def test_five_hundred_forks_are_one_batch(way: Way) -> None:
     async def main() -> None:
         async with way.connect() as session:

@@ -11,7 +11,7 @@ from tests.agents.harness import run, until
 
 from branchline.agents import connect
 from branchline.agents.patterns.fan_out import ask_apart, fan_out
-from branchline.engine.config import EngineConfig
+from branchline.engine.config import EngineConfig, SchedulingConfig
 from branchline.engine.engine import Engine
 from branchline.engine.errors import ConfigError, ContextLengthError, FailedBranchError, ModelNotFoundError, PoolTooSmallError
 
@@ -21,7 +21,9 @@ QUESTIONS = [f"and then number {i} " for i in range(8)]
 
 @pytest.fixture(scope="module")
 def real(tiny_model: Path) -> Iterator[Engine]:
-    with Engine.load(EngineConfig(model=str(tiny_model), pool_tokens=8192, threads=1)) as engine:
+    # Without the prefix cache, so that separate contexts are separate.
+    scheduling = SchedulingConfig(prefix_cache=False)
+    with Engine.load(EngineConfig(model=str(tiny_model), pool_tokens=8192, threads=1, scheduling=scheduling)) as engine:
         yield engine
 
 

@@ -12,6 +12,7 @@ import pytest
 import branchline.agents.errors
 import branchline.orchestrator.protocol as protocol
 from branchline.engine.errors import BranchlineError, from_wire
+from branchline.engine.types import ErrorInfo
 
 ROOT = Path(__file__).parents[2]
 MODULES = [
@@ -52,11 +53,11 @@ def test_an_error_is_in_its_modules_tree_below_its_parent(cls: type[BranchlineEr
 
 @pytest.mark.parametrize("cls", classes(), ids=lambda cls: cls.__name__)
 def test_an_error_crosses_the_wire_as_the_same_class(cls: type[BranchlineError]) -> None:
-    err = cls("4 needed, 3 there", param="n")
-    info = protocol.error_info(err)
-    back = from_wire(info.code, info.message, info.param)
+    err = cls("4 needed, 3 there", param="n", retry_after_s=2.5)
+    back = ErrorInfo.of(err).exception()
     assert type(back) is cls
     assert (back.message, back.param, str(back)) == ("4 needed, 3 there", "n", "4 needed, 3 there")
+    assert back.retry_after_s == 2.5
     body = protocol.openai_error(err).error
     assert type(protocol.from_openai_error({"error": {"code": body.code, "message": body.message, "param": body.param}})) is cls
     copy = pickle.loads(pickle.dumps(err))

@@ -121,7 +121,7 @@ def test_the_first_to_end_win_and_the_others_go_at_once(client: Recorder) -> Non
     free = available(client.engine)
     runners = client.fork(root, 8)
     requests = [client.generate(branch, max_tokens=20 + 60 * i, ignore_eos=True) for i, branch in enumerate(runners)]
-    client.send(Race(tuple(runners), 2))
+    client.send(Race(tuple(runners), 900, 2))
     raced = client.wait(Raced)
     assert raced.winners == tuple(runners[:2])
     assert raced.losers == tuple(runners[2:])
@@ -137,7 +137,7 @@ def test_a_race_that_too_few_can_win_is_over_too(client: Recorder) -> None:
     root = client.context(PROMPT)
     runners = client.fork(root, 4)
     requests = [client.generate(branch, max_tokens=500, ignore_eos=True) for branch in runners]
-    client.send(Race(tuple(runners), 2))
+    client.send(Race(tuple(runners), 900, 2))
     for request in requests:
         client.wait_for_tokens(request, 2)
     client.send(Cancel(runners[0]), Release((runners[1],)), Cancel(runners[2]))
@@ -150,10 +150,10 @@ def test_bad_races_change_nothing(client: Recorder) -> None:
     root = client.context(PROMPT)
     first, second = client.fork(root, 2)
     for command, code in [
-        (Race((first, second), 3), "invalid_parameter"),
-        (Race((), 1), "invalid_parameter"),
-        (Race((first, 55), 1), "unknown_branch"),
-        (Race((first, first), 1), "invalid_request"),
+        (Race((first, second), 900, 3), "invalid_parameter"),
+        (Race((), 900), "invalid_parameter"),
+        (Race((first, 55), 900), "unknown_branch"),
+        (Race((first, first), 900), "invalid_request"),
     ]:
         client.events.clear()
         client.send(command)

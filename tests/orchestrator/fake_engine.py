@@ -116,7 +116,7 @@ class FakeEngine:
             raise ModelNotFoundError("no model 'no-such-model': `branchline models` lists the built-in ones", param="model")
         return cls(config)
 
-    def open_session(self, sink: Callable[[tuple[Event, ...]], None], client: str = "") -> str:
+    def open_session(self, sink: Callable[[tuple[Event, ...]], None], client: str = "", tenant: str = "") -> str:
         self._raise_if_closed()
         session = secrets.token_hex(8)
         with self._lock:

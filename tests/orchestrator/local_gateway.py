@@ -1,4 +1,4 @@
-"""The real gateway over fake engines in this process: uvicorn on a free port of loopback, in a thread. No Ray."""
+"""The real gateway over engines in this process, fake ones by default: uvicorn on a free port of loopback. No Ray."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import uvicorn
 from tests.orchestrator.fake_engine import FakeEngine
@@ -47,11 +47,16 @@ class LocalGateway:
 
 @contextlib.contextmanager
 def local_gateway(
-    *, replicas: int = 1, config: EngineConfig | None = None, max_body_bytes: int = 1 << 20, heartbeat_s: float = 5.0
+    *,
+    replicas: int = 1,
+    config: EngineConfig | None = None,
+    max_body_bytes: int = 1 << 20,
+    heartbeat_s: float = 5.0,
+    make: Callable[[EngineConfig], Any] = FakeEngine,
 ) -> Iterator[LocalGateway]:
-    """Start, and stop at the end; the engines are closed, too."""
+    """Start, and stop at the end; the engines are closed, too. `make`: an engine from its settings."""
     settings = config or EngineConfig()
-    engines = {f"replica{i}": FakeEngine(settings) for i in range(replicas)}
+    engines = {f"replica{i}": make(settings) for i in range(replicas)}
     listener = socket.create_server(("127.0.0.1", 0))
     gateway = LocalGateway(engines, listener.getsockname()[1])
     server: list[uvicorn.Server] = []

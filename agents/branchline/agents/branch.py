@@ -6,12 +6,12 @@ import weakref
 from types import TracebackType
 from typing import TYPE_CHECKING, NoReturn, Unpack, overload
 
-from branchline.agents.content import ContentLike, Sampling, to_content, to_params
+from branchline.agents.content import ContentLike, Generating, Serving, split_settings, to_content, to_params, to_service
 from branchline.agents.errors import again
 from branchline.agents.generation import Generation, Request, Stream
 from branchline.agents.link import BranchState
-from branchline.engine.errors import FailedBranchError, InvalidParameterError, ReleasedBranchError
-from branchline.engine.types import Append, Cancel, Fork, Forked, Generate, Info, Inspect, Ready, SamplingParams
+from branchline.engine.errors import FailedBranchError, ForeignHandleError, InvalidParameterError, ReleasedBranchError
+from branchline.engine.types import Adopt, Append, Cancel, Fork, Forked, Generate, Info, Inspect, Pin, Ready, SamplingParams
 from branchline.orchestrator.protocol import BranchHandle
 
 if TYPE_CHECKING:
@@ -68,44 +68,74 @@ class Branch:
         self._state.children.extend(states)
         return [Branch(self._session, state) for state in states]
 
-    def append(self, content: ContentLike, *, add_generation_prompt: bool | None = None) -> Branch:
+    def append(self, content: ContentLike, *, add_generation_prompt: bool | None = None, **service: Unpack[Serving]) -> Branch:
         """Put text, messages or token ids at the end (after what is being generated there). Returns this branch.
 
-        `content.to_content` says what is taken. Raises InvalidParameterError, ReleasedBranchError.
+        `content.to_content` says what is taken; `service` how soon: `priority`, `qos`, `deadline_ms`. Raises
+        InvalidParameterError, ReleasedBranchError.
         """
         self._check()
-        self._session._link.post(Append(self._state.id, to_content(content, add_generation_prompt=add_generation_prompt)))
+        made = to_content(content, add_generation_prompt=add_generation_prompt)
+        self._session._link.post(Append(self._state.id, made, to_service(service)))
         self._state.owed += 1
         return self
 
-    def generate(self, params: SamplingParams | None = None, /, **settings: Unpack[Sampling]) -> Generation:
+    def adopt(self, child: Branch) -> Branch:
+        """Make the child's state this branch's own, and give the child up. Copies no K/V. Returns this branch.
+
+        Any branch of the session can be adopted. It takes effect when all that was asked of both before has ended; what this
+        branch held before is given up. Its random stream stays its own.
+
+        Raises InvalidParameterError (of itself), ForeignHandleError, ReleasedBranchError.
+        """
+        self._check()
+        if child is self:
+            raise InvalidParameterError("a branch can't adopt itself: name another branch", param="child")
+        if child._session is not self._session:
+            raise ForeignHandleError(f"{child!r} belongs to another session: a branch adopts one of its own session")
+        child._check()
+        link = self._session._link
+        link.post(Adopt(self._state.id, child._state.id))
+        self._state.owed += 1
+        child._finalizer.detach()
+        link.gave_up(child._state.id)
+        return self
+
+    def pin(self) -> Branch:
+        """Keep the branch's pages while it lives, also when memory is short. Returns this branch."""
+        return self._pin(True)
+
+    def unpin(self) -> Branch:
+        """Let the branch's pages be given up when it's idle and memory is short. Returns this branch."""
+        return self._pin(False)
+
+    def _pin(self, pinned: bool) -> Branch:
+        self._check()
+        self._session._link.post(Pin(self._state.id, pinned))
+        return self
+
+    def generate(self, params: SamplingParams | None = None, /, **settings: Unpack[Generating]) -> Generation:
         """Start to generate; `await` what comes back for the `Result`. The output stays at the end of the branch.
 
         Args:
             params: how to choose tokens and when to stop; None: the defaults.
-            settings: single fields of `SamplingParams`, which take precedence.
+            settings: single fields of `SamplingParams`, which take precedence; and how soon: `priority`, `qos`,
+                `deadline_ms` (docs/scheduling.md).
 
         Raises InvalidParameterError, ReleasedBranchError.
         """
         return Generation(self, self._session._link, self._start(params, settings))
 
-    def stream(self, params: SamplingParams | None = None, /, **settings: Unpack[Sampling]) -> Stream:
+    def stream(self, params: SamplingParams | None = None, /, **settings: Unpack[Generating]) -> Stream:
         """Start to generate; iterate over what comes back for the text as it is made. Else like `generate`."""
         return Stream(self, self._session._link, self._start(params, settings))
 
-    def _start(self, params: SamplingParams | None, settings: Sampling) -> Request:
+    def _start(self, params: SamplingParams | None, settings: Generating) -> Request:
         self._check()
-        checked = to_params(params, settings)
-        request = self._new_request()
-        self._session._link.post(Generate(self._state.id, request.id, checked))
-        return request
-
-    def _new_request(self) -> Request:
-        link = self._session._link
-        link.raise_if_lost()
-        request = Request(link.next_request, self._state.id, link.loop)
-        link.next_request += 1
-        link.requests[request.id] = request
+        sampling, serving = split_settings(settings)
+        checked, service = to_params(params, sampling), to_service(serving)
+        request = self._session._link.new_request(self._state.id)
+        self._session._link.post(Generate(self._state.id, request.id, checked, service))
         return request
 
     # --- waiting ----------------------------------------------------------------------------------------------------
@@ -136,7 +166,7 @@ class Branch:
         Raises FailedBranchError, ReleasedBranchError.
         """
         self._check()
-        request = self._new_request()
+        request = self._session._link.new_request(self._state.id)
         self._session._link.post(Inspect(self._state.id, request.id))
         await request.wait()
         assert request.info is not None

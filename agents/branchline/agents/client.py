@@ -34,6 +34,7 @@ def connect(
     config: EngineConfig | None = None,
     progress: Callable[[str], None] | None = None,
     client: str = "",
+    tenant: str = "",
     **options: Any,
 ) -> Connection:
     """Open a session: `async with connect(…) as session`, or `session = await connect(…)` and `await session.aclose()`.
@@ -50,11 +51,12 @@ def connect(
         config: settings of an engine that is loaded here.
         progress: called with a line of text before each part of the loading.
         client: a name for the engine's logs and metrics.
+        tenant: whom the session's work is done for: its share and limits are settings of the engine (docs/scheduling.md).
         options: of the transport: for http `headers`, `timeout_s`, `http`; for Ray `replica`.
 
-    Raises, when it is awaited or entered: ConnectError, ModelError, ConfigError, EngineClosedError.
+    Raises, when it is awaited or entered: ConnectError, ModelError, ConfigError, EngineClosedError, TenantLimitError.
     """
-    return Connection(target, config, progress, client, options)
+    return Connection(target, config, progress, client, tenant, options)
 
 
 class Connection:
@@ -66,12 +68,14 @@ class Connection:
         config: EngineConfig | None,
         progress: Callable[[str], None] | None,
         client: str,
+        tenant: str,
         options: dict[str, Any],
     ) -> None:
         self._target = target
         self._config = config
         self._progress = progress
         self._client = client
+        self._tenant = tenant
         self._options = options
         self._session: Session | None = None
 
@@ -90,11 +94,11 @@ class Connection:
         if self._target is not None and self._config is not None:
             raise ConfigError("config is for an engine that is loaded here (no target); give it to the server instead")
         if self._target is not None:
-            transport, app = _transport_to(self._target, self._client, self._options)
+            transport, app = _transport_to(self._target, self._client, self._tenant, self._options)
             return await _open_session(transport, app, None)
         engine = await asyncio.to_thread(_load_engine, self._config, self._progress)
         try:
-            return await _open_session(LocalTransport(engine, client=self._client), "", engine.close)
+            return await _open_session(LocalTransport(engine, client=self._client, tenant=self._tenant), "", engine.close)
         except BaseException:
             await asyncio.to_thread(engine.close)
             raise
@@ -116,7 +120,7 @@ def _load_engine(config: EngineConfig | None, progress: Callable[[str], None] | 
     return Engine.load(config or EngineConfig(), progress)
 
 
-def _transport_to(target: Any, client: str, options: dict[str, Any]) -> tuple[Transport, str]:
+def _transport_to(target: Any, client: str, tenant: str, options: dict[str, Any]) -> tuple[Transport, str]:
     if isinstance(target, BranchHandle):
         if not target.app:
             raise ConnectError("the handle is of an engine in one process: only sessions of that engine can attach to it")
@@ -138,13 +142,13 @@ def _transport_to(target: Any, client: str, options: dict[str, Any]) -> tuple[Tr
     if not name.isidentifier() or find_spec(module) is None:
         raise _no_transport(target)
     make = import_module(module).make_transport
-    known = [option for option in signature(make).parameters if option not in ("target", "client")]
+    known = [option for option in signature(make).parameters if option not in ("target", "client", "tenant")]
     for option in options:
         if option not in known:
             raise InvalidParameterError(
                 f"unknown option {option!r} for {target!r}: known are {', '.join(known) or 'none'}", param=option
             )
-    transport: Transport = make(target, client=client, **options)
+    transport: Transport = make(target, client=client, tenant=tenant, **options)
     return transport, app
 
 

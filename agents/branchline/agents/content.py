@@ -11,7 +11,17 @@ from typing import Any, TypeAlias, TypedDict
 import msgspec
 
 from branchline.engine.errors import InvalidParameterError
-from branchline.engine.types import Chat, Content, Message, SamplingParams, Text, TokenIds
+from branchline.engine.types import (
+    DEFAULT_SERVICE,
+    Chat,
+    Content,
+    Message,
+    QoS,
+    SamplingParams,
+    Service,
+    Text,
+    TokenIds,
+)
 
 MessageLike: TypeAlias = Message | Mapping[str, Any]
 ContentLike: TypeAlias = str | MessageLike | Sequence[MessageLike] | Sequence[int] | Content
@@ -36,6 +46,41 @@ class Sampling(TypedDict, total=False):
     ignore_eos: bool
     logprobs: int | None
     logit_bias: Mapping[int, float] | None
+
+
+class Serving(TypedDict, total=False):
+    """How soon work is to be served: the fields of `Service`."""
+
+    priority: int
+    qos: QoS
+    deadline_ms: float | None
+
+
+class Generating(Sampling, Serving, total=False):
+    """What `generate` takes by name."""
+
+
+def to_service(given: Serving) -> Service:
+    """Raises InvalidParameterError that names the field at fault."""
+    if not given:
+        return DEFAULT_SERVICE
+    for name in given:
+        if name not in Service.__struct_fields__:
+            raise InvalidParameterError(
+                f"unknown parameter {name!r}: known are {', '.join(Service.__struct_fields__)}", param=name
+            )
+    try:
+        return msgspec.convert(dict(given), Service).validate()
+    except msgspec.ValidationError as err:
+        raise InvalidParameterError(f"{_param_of(str(err)) or 'service'}: {err}", param=_param_of(str(err))) from err
+
+
+def split_settings(settings: Generating) -> tuple[Sampling, Serving]:
+    """Those that choose tokens, and those that say how soon."""
+    given: dict[str, Any] = dict(settings)
+    serving: Any = {name: given.pop(name) for name in Service.__struct_fields__ if name in given}
+    sampling: Any = given
+    return sampling, serving
 
 
 def to_content(content: ContentLike, *, add_generation_prompt: bool | None = None) -> Content:
@@ -130,8 +175,9 @@ def to_params(params: SamplingParams | None, settings: Mapping[str, Any]) -> Sam
     known = SamplingParams.__struct_fields__
     for name in settings:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"
+            all_known = (*known, *Service.__struct_fields__)
+            near = difflib.get_close_matches(name, all_known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(all_known)}"
             raise InvalidParameterError(f"unknown parameter {name!r}: {hint}", param=name)
     fields = {name: getattr(params, name) for name in known} if params is not None else {}
     fields.update(settings)

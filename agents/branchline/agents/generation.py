@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from branchline.agents.errors import again
 from branchline.agents.result import Result
 from branchline.engine.errors import BranchlineError
-from branchline.engine.types import Delta, Finished, Info, PositionLogprobs
+from branchline.engine.types import Delta, Finished, Info, PositionLogprobs, Raced
 
 if TYPE_CHECKING:
     from branchline.agents.branch import Branch
@@ -26,7 +26,7 @@ class Request:
         abandoned: nobody wants it any more; it was cancelled, or runs on because it shares its branch.
     """
 
-    __slots__ = ("abandoned", "branch", "deltas", "error", "finished", "id", "info", "loop", "waiters", "wants_pieces")
+    __slots__ = ("abandoned", "branch", "deltas", "error", "finished", "id", "info", "loop", "raced", "waiters", "wants_pieces")
 
     def __init__(self, request_id: int, branch: int, loop: asyncio.AbstractEventLoop) -> None:
         self.id = request_id
@@ -35,6 +35,7 @@ class Request:
         self.deltas: list[Delta] = []
         self.finished: Finished | None = None
         self.info: Info | None = None
+        self.raced: Raced | None = None
         self.error: BranchlineError | None = None
         self.wants_pieces = False
         self.abandoned = False
@@ -43,7 +44,7 @@ class Request:
     @property
     def ended(self) -> bool:
         """Whether nothing more comes."""
-        return self.finished is not None or self.info is not None or self.error is not None
+        return any(end is not None for end in (self.finished, self.info, self.raced, self.error))
 
     def deliver(self, delta: Delta) -> None:
         """New output came."""
@@ -59,6 +60,11 @@ class Request:
     def inform(self, event: Info) -> None:
         """An inspection's answer came."""
         self.info = event
+        self._wake()
+
+    def end_race(self, event: Raced) -> None:
+        """A race is over."""
+        self.raced = event
         self._wake()
 
     def fail(self, err: BranchlineError) -> None:

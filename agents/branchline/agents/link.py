@@ -21,9 +21,10 @@ from branchline.engine.errors import (
     InvalidRequestError,
     ReleasedBranchError,
     SessionNotFoundError,
-    from_wire,
 )
 from branchline.engine.types import (
+    Adopt,
+    Adopted,
     Append,
     Attach,
     Cancel,
@@ -38,6 +39,9 @@ from branchline.engine.types import (
     Generate,
     Info,
     Inspect,
+    Pin,
+    Race,
+    Raced,
     Ready,
     Release,
 )
@@ -142,6 +146,14 @@ class Link:
         self._posted += 1
         self._wake_sender.set()
 
+    def new_request(self, branch_id: int) -> Request:
+        """A request that waits for its answer. Raises what `lost` says."""
+        self.raise_if_lost()
+        request = Request(self.next_request, branch_id, self.loop)
+        self.next_request += 1
+        self.requests[request.id] = request
+        return request
+
     def raise_if_lost(self) -> None:
         """Raise why the session can't be used any more, if it can't."""
         if self.lost is None and self.loop.is_closed():
@@ -186,14 +198,14 @@ class Link:
         """None of the batch took effect: tell those who wait for it. What gives things back is sent again later."""
         for command in batch:
             match command:
-                case Context() | Append() | Attach():
+                case Context() | Append() | Attach() | Adopt():
                     self._fail_branch(command.branch, err)
                 case Fork():
                     for branch_id in range(command.first, command.first + command.count):
                         self._fail_branch(branch_id, err)
-                case Generate() | Inspect():
+                case Generate() | Inspect() | Race():
                     self._fail_request(command.request, err)
-                case Cancel() | Release():
+                case Cancel() | Release() | Pin():
                     self._outbox.append(command)
                     self._posted += 1
 
@@ -229,12 +241,22 @@ class Link:
                     state.answer()
             case Forked():
                 self._forked(event)
+            case Adopted():
+                state = self.branches.get(event.branch)
+                if state is not None:
+                    state.answer()
+            case Raced():
+                for branch_id in event.losers:
+                    self.gave_up(branch_id)
+                request = self.requests.pop(event.request, None)
+                if request is not None:
+                    request.end_race(event)
             case Info():
                 request = self.requests.pop(event.request, None)
                 if request is not None:
                     request.inform(event)
             case Failed():
-                err = from_wire(event.error.code, event.error.message, event.error.param)
+                err = event.error.exception()
                 if event.request is None:
                     self._fail_branch(event.branch, err)
                 else:
@@ -271,12 +293,16 @@ class Link:
         if self.lost is None:
             self.post(Release(branch_ids))
         for branch_id in branch_ids:
-            state = self.branches.pop(branch_id, None)
-            if state is not None:
-                state.released = True
-                if state.error is None:
-                    state.error = ReleasedBranchError(f"branch {branch_id} was released while a call waited for it")
-                state.wake_all()
+            self.gave_up(branch_id)
+
+    def gave_up(self, branch_id: int) -> None:
+        """A branch is gone in the engine, or will be in its turn."""
+        state = self.branches.pop(branch_id, None)
+        if state is not None:
+            state.released = True
+            if state.error is None:
+                state.error = ReleasedBranchError(f"branch {branch_id} was released while a call waited for it")
+            state.wake_all()
 
     def abandon(self, request_id: int) -> None:
         """Cancel a generation that nobody waits for. One that shares its branch with another live one runs on."""

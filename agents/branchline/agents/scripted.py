@@ -18,6 +18,8 @@ from branchline.engine.errors import (
     UnknownBranchError,
 )
 from branchline.engine.types import (
+    Adopt,
+    Adopted,
     Append,
     Attach,
     Cancel,
@@ -35,6 +37,9 @@ from branchline.engine.types import (
     Generate,
     Info,
     Inspect,
+    Pin,
+    Race,
+    Raced,
     Ready,
     Release,
     Text,
@@ -76,6 +81,22 @@ class ForkInto:
 
 
 @dataclass(eq=False)
+class AdoptFrom:
+    child: ScriptedBranch
+
+
+@dataclass(eq=False)
+class ScriptedRace:
+    """A race: who may still win, and who has won."""
+
+    command: Race
+    session: ScriptedSession
+    branches: list[ScriptedBranch]
+    still_in: set[ScriptedBranch]
+    winners: list[int] = field(default_factory=list)
+
+
+@dataclass(eq=False)
 class ScriptedBranch:
     session: ScriptedSession
     id: int
@@ -85,8 +106,10 @@ class ScriptedBranch:
     made: bool = False
     released: bool = False
     error: BranchlineError | None = None
-    queue: deque[Context | Append | Generate | Inspect | ForkInto] = field(default_factory=deque)
+    queue: deque[Context | Append | Generate | Inspect | Pin | ForkInto | AdoptFrom] = field(default_factory=deque)
     run: Run | None = None
+    adopter: ScriptedBranch | None = None
+    race: ScriptedRace | None = None
 
 
 @dataclass(eq=False)
@@ -128,11 +151,16 @@ class ScriptedBranches:
             case Release():
                 for branch_id in command.branches:
                     self._release(session, branch_id)
-            case Append() | Generate() | Inspect():
+            case Adopt():
+                self._adopt(session, command)
+            case Race():
+                self._race(session, command)
+            case Append() | Generate() | Inspect() | Pin():
                 try:
                     branch = self._branch(session, command.branch)
                 except BranchlineError as err:
-                    _fail(session, command.branch, err, None if isinstance(command, Append) else command.request)
+                    request = command.request if isinstance(command, Generate | Inspect) else None
+                    _fail(session, command.branch, err, request)
                 else:
                     branch.queue.append(command)
                     self._pump(branch)
@@ -192,6 +220,45 @@ class ScriptedBranches:
         source.queue.append(ForkInto([child], command.branch))
         self._pump(source)
 
+    def _adopt(self, session: ScriptedSession, command: Adopt) -> None:
+        try:
+            branch, child = self._branch(session, command.branch), self._branch(session, command.child)
+        except BranchlineError as err:
+            _fail(session, command.branch, err)
+            return
+        del session.branches[child.id]
+        child.adopter = branch
+        branch.queue.append(AdoptFrom(child))
+        self._pump(branch)
+
+    def _race(self, session: ScriptedSession, command: Race) -> None:
+        try:
+            branches = [self._branch(session, branch_id) for branch_id in command.branches]
+            if not 1 <= command.winners <= len(branches):
+                raise InvalidParameterError(f"winners = {command.winners} of {len(branches)} branches", param="winners")
+        except BranchlineError as err:
+            _fail(session, command.branches[0] if command.branches else 0, err, command.request)
+            return
+        race = ScriptedRace(command, session, branches, set(branches))
+        for branch in branches:
+            branch.race = race
+
+    def _leave_race(self, branch: ScriptedBranch, won: bool) -> None:
+        race, branch.race = branch.race, None
+        if race is None:
+            return
+        race.still_in.discard(branch)
+        if won:
+            race.winners.append(branch.id)
+        if len(race.winners) < race.command.winners and race.still_in:
+            return
+        losers = [other for other in race.branches if other.id not in race.winners and not other.released]
+        for other in race.branches:
+            other.race = None
+        for loser in losers:
+            self._release(race.session, loser.id)
+        race.session.outbox.append(Raced(race.command.request, tuple(race.winners), tuple([loser.id for loser in losers])))
+
     def _cancel(self, session: ScriptedSession, branch_id: int) -> None:
         try:
             branch = self._branch(session, branch_id)
@@ -220,8 +287,16 @@ class ScriptedBranches:
             queued = branch.queue.pop()
             if isinstance(queued, Generate | Inspect):
                 _fail(session, branch_id, ReleasedBranchError(f"branch {branch_id} was released"), queued.request)
+            elif isinstance(queued, AdoptFrom):
+                self._end_adopted(queued.child)
         if branch.run is not None and not kept:
             self._finish(branch, branch.run, "cancelled")
+        self._leave_race(branch, False)
+
+    def _end_adopted(self, child: ScriptedBranch) -> None:
+        child.released = True
+        if child.run is not None:
+            self._finish(child, child.run, "cancelled")
 
     # --- a branch's turns -------------------------------------------------------------------------------------------
 
@@ -234,10 +309,25 @@ class ScriptedBranches:
                 err = FailedBranchError(f"branch {branch.id} failed before: {branch.error.message}")
                 if isinstance(command, ForkInto):
                     self._poison(command.children, err)
+                elif isinstance(command, AdoptFrom):
+                    self._end_adopted(command.child)
+                    _fail(session, branch.id, err)
                 else:
-                    _fail(session, branch.id, err, None if isinstance(command, Context | Append) else command.request)
+                    _fail(session, branch.id, err, command.request if isinstance(command, Generate | Inspect) else None)
                 continue
             match command:
+                case AdoptFrom(child=child):
+                    if child.error is None and (child.run is not None or child.queue or not child.made):
+                        branch.queue.appendleft(command)
+                        return
+                    if child.error is not None:
+                        self._poison([branch], FailedBranchError(f"branch {child.id} failed before: {child.error.message}"))
+                        continue
+                    branch.pieces, branch.shared, branch.depth = child.pieces, child.shared, child.depth
+                    child.released = True
+                    session.outbox.append(Adopted(branch.id, child.id, len(branch.pieces)))
+                case Pin():
+                    pass  # a scripted engine's memory is never short
                 case Context() | Append():
                     try:
                         added = pieces_of(self.text_of(command.content))
@@ -253,6 +343,9 @@ class ScriptedBranches:
                     session.outbox.append(_info(branch, command.request))
                 case Generate():
                     self._start(branch, command)
+        if branch.adopter is not None and not branch.queue and branch.run is None:
+            adopter, branch.adopter = branch.adopter, None
+            self._pump(adopter)
 
     def _fork_now(self, parent: ScriptedBranch, command: ForkInto) -> None:
         self.forks += len(command.children)
@@ -325,6 +418,7 @@ class ScriptedBranches:
         usage = Usage(run.prompt_tokens, run.count, run.shared_tokens)
         timing = Timing(0.0, (run.first_at or now) - run.submitted, now - run.submitted)
         branch.session.outbox.append(Finished(branch.id, run.command.request, reason, usage, timing, stop))
+        self._leave_race(branch, reason != "cancelled")
         self._pump(branch)
 
     def _end(self, branch: ScriptedBranch) -> None:

@@ -62,7 +62,7 @@ class ScriptedEngine:
 
     # --- what clients call, from any thread -------------------------------------------------------------------------
 
-    def open_session(self, sink: Sink, client: str = "") -> str:
+    def open_session(self, sink: Sink, client: str = "", tenant: str = "") -> str:
         """Make a session; `sink` gets the events of each step, in the engine's thread. Raises EngineClosedError."""
         with self._wake:
             self._raise_if_closed()

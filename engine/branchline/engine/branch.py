@@ -58,6 +58,7 @@ class Branch:
     """One branch of a session.
 
     Attributes:
+        tenant: whom its work is done for.
         strand: its tokens, and their K/V.
         made: its `Context` came, or the fork that makes it has taken effect.
         key: of its random stream (see model/rng.py); follows the path of forks from the root.
@@ -74,6 +75,7 @@ class Branch:
 
     session: Session
     id: int
+    tenant: Tenant
     strand: Strand
     made: bool = False
     key: int = 0
@@ -101,8 +103,7 @@ class Session:
     """One client's branches and its way back.
 
     Attributes:
-        tenant: whom its work is done for.
-        strand_tenant: what the core counts its pages under.
+        tenant: whom its branches work for unless they say otherwise.
         branches: by client-minted id; only those that are not released.
         next_id: ids below it were used: one that isn't in `branches` was released.
         outbox: events of the step under way; they leave as one batch.
@@ -113,7 +114,6 @@ class Session:
     sink: Sink
     client: str
     tenant: Tenant
-    strand_tenant: int
     heard: float
     branches: dict[int, Branch] = field(default_factory=dict)
     next_id: int = 0

@@ -16,6 +16,7 @@ from branchline.engine.errors import (
 from branchline.engine.outbox import emit_cancelled, emit_failed
 from branchline.engine.races import RunningRace
 from branchline.engine.scheduler.strand import Strand
+from branchline.engine.scheduler.tenants import Tenant, Tenants
 from branchline.engine.turns import Turns
 from branchline.engine.types import (
     Adopt,
@@ -40,8 +41,9 @@ MAX_CHILDREN_PER_FORK = 65536
 class CommandRunner:
     """Applies commands. Never raises for what a client did: errors leave as `Failed` events."""
 
-    def __init__(self, turns: Turns, stop_work: Callable[[Work], None]) -> None:
+    def __init__(self, turns: Turns, tenants: Tenants, stop_work: Callable[[Work], None]) -> None:
         self._turns = turns
+        self._tenants = tenants
         turns.release = self.release
         self._stop_work = stop_work
         self.sessions: dict[str, Session] = {}
@@ -110,8 +112,9 @@ class CommandRunner:
 
     def _context(self, session: Session, command: Context) -> None:
         try:
-            session.tenant.check_branches(1)
-            branch = self._new_branch(session, command.branch)
+            tenant = self._tenant(session, command)
+            tenant.check_branches(1)
+            branch = self._new_branch(session, command.branch, tenant)
         except BranchlineError as err:
             emit_failed(session, command.branch, err)
             return
@@ -126,24 +129,22 @@ class CommandRunner:
             err = InvalidParameterError(f"count = {command.count}: expected 1 to {MAX_CHILDREN_PER_FORK}", param="count")
             emit_failed(session, command.parent, err)
             return
-        over: BranchlineError | None = None
+        tenant, refusal = session.tenant, None
         try:
-            session.tenant.check_branches(command.count)
+            parent = self._find(session, command.parent)
+            tenant = parent.tenant
+            tenant.check_branches(command.count)
         except BranchlineError as err:
-            over = err
+            refusal = err
         children = []
         for branch_id in range(command.first, command.first + command.count):
             try:
-                children.append(self._new_branch(session, branch_id))
+                children.append(self._new_branch(session, branch_id, tenant))
             except BranchlineError as err:
                 emit_failed(session, branch_id, err)
-        try:
-            if over is not None:
-                raise over
-            parent = self._find(session, command.parent)
-        except BranchlineError as err:
+        if refusal is not None:
             for child in children:
-                self._turns.fail(child, err)
+                self._turns.fail(child, refusal)
             return
         parent.queue.append(ForkInto(children, command.first))
         self._turns.touch(parent)
@@ -151,7 +152,7 @@ class CommandRunner:
     def _attach(self, session: Session, command: Attach) -> None:
         try:
             session.tenant.check_branches(1)
-            child = self._new_branch(session, command.branch)
+            child = self._new_branch(session, command.branch, session.tenant)
         except BranchlineError as err:
             emit_failed(session, command.branch, err)
             return
@@ -199,9 +200,9 @@ class CommandRunner:
                     raise InvalidRequestError(f"branch {branch_id} takes part in a race already: it can be in one at a time")
                 branches.append(branch)
         except BranchlineError as err:
-            emit_failed(session, first, err)
+            emit_failed(session, first, err, command.request)
             return
-        RunningRace(session, command.winners, branches).begin(self.release)
+        RunningRace(session, command.request, command.winners, branches).begin(self.release)
 
     def _cancel(self, session: Session, command: Cancel) -> None:
         try:
@@ -237,21 +238,30 @@ class CommandRunner:
             raise _released_error(branch_id)
         raise UnknownBranchError(f"branch {branch_id}: this session has made no such branch")
 
-    @staticmethod
-    def _new_branch(session: Session, branch_id: int) -> Branch:
+    def _tenant(self, session: Session, command: Context) -> Tenant:
+        if command.tenant is None or command.tenant == session.tenant.name:
+            return session.tenant
+        if session.tenant.name:
+            raise InvalidParameterError(
+                f"tenant = {command.tenant!r}: the session is {session.tenant.name!r}'s, and works for no other", param="tenant"
+            )
+        return self._tenants.get(command.tenant)
+
+    def _new_branch(self, session: Session, branch_id: int, tenant: Tenant) -> Branch:
         if branch_id < session.next_id:
             raise DuplicateBranchError(
                 f"branch id {branch_id} was used before: ids of a session must grow, the next free one is {session.next_id}"
             )
         session.next_id = branch_id + 1
-        session.tenant.branches += 1
-        branch = session.branches[branch_id] = Branch(session, branch_id, Strand(tenant=session.strand_tenant))
+        tenant.branches += 1
+        strand = Strand(tenant=self._tenants.core_number(tenant))
+        branch = session.branches[branch_id] = Branch(session, branch_id, tenant, strand)
         return branch
 
     @staticmethod
     def _give_up_name(branch: Branch) -> None:
         if branch.session.branches.pop(branch.id, None) is not None:
-            branch.session.tenant.branches -= 1
+            branch.tenant.branches -= 1
 
 
 def _kept_after_release(branch: Branch) -> int:

@@ -92,7 +92,7 @@ class StepLoop:
             call_in_engine=self.call,
         )
         self._generations.scheduler, self._generations.turns = self.scheduler, self._turns
-        self._commands = CommandRunner(self._turns, self._generations.stop)
+        self._commands = CommandRunner(self._turns, self.scheduler.tenants, self._generations.stop)
         self.sessions: dict[str, Session] = self._commands.sessions
         self._inbox: deque[Callable[[], None]] = deque()
         self._wake = Condition()
@@ -112,8 +112,7 @@ class StepLoop:
     def open_session(self, session_id: str, sink: Sink, client: str, tenant_name: str) -> None:
         """Make a session. Any thread. Raises TenantLimitError."""
         tenant = self.scheduler.tenants.get(tenant_name)
-        number = self.scheduler.tenants.core_number(tenant)
-        self.sessions[session_id] = Session(session_id, sink, client, tenant, number, time.monotonic())
+        self.sessions[session_id] = Session(session_id, sink, client, tenant, time.monotonic())
 
     def post(self, session: Session, commands: tuple[Command, ...]) -> None:
         """Apply commands before the next step. Any thread; never blocks."""

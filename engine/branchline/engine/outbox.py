@@ -20,4 +20,4 @@ def emit_cancelled(branch: Branch, command: Generate) -> None:
 
 def emit_failed(session: Session, branch_id: int, err: BranchlineError, request: int | None = None) -> None:
     """Put a `Failed` event into the session's next batch."""
-    emit(session, Failed(branch_id, ErrorInfo(err.code, err.message, err.param, err.retry_after_s), request))
+    emit(session, Failed(branch_id, ErrorInfo.of(err), request))

@@ -21,6 +21,7 @@ class RunningRace:
     """
 
     session: Session
+    request: int
     num_winners: int
     branches: list[Branch]
     still_in: set[Branch] = field(default_factory=set)
@@ -50,4 +51,4 @@ class RunningRace:
         for branch in losers:
             release(branch)
         winners = tuple(branch.id for branch in self.winners)
-        emit(self.session, Raced(winners, tuple(branch.id for branch in losers)))
+        emit(self.session, Raced(self.request, winners, tuple(branch.id for branch in losers)))

@@ -261,7 +261,7 @@ class Turns:
 
     def _start_flush(self, branch: Branch) -> None:
         now = time.monotonic()
-        work = Work(strand=branch.strand, tenant=branch.session.tenant, submitted=now, service=branch.service, branch=branch)
+        work = Work(strand=branch.strand, tenant=branch.tenant, submitted=now, service=branch.service, branch=branch)
         try:
             self._scheduler.add(work, now)
         except BranchlineError as err:
@@ -290,7 +290,7 @@ class Turns:
         now = time.monotonic()
         work = Work(
             strand=strand,
-            tenant=branch.session.tenant,
+            tenant=branch.tenant,
             submitted=now,
             service=service,
             max_tokens=max_tokens,

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from branchline.engine.errors import InvalidParameterError
+from branchline.engine.errors import BranchlineError, InvalidParameterError, from_wire
 
 MAX_STOP_STRINGS = 16
 MAX_LOGPROBS = 20
@@ -156,12 +156,14 @@ class Context(msgspec.Struct, frozen=True, tag="context", tag_field="op", forbid
     """Make the root branch `branch` and compute `content` on it. Answered by `Ready` (or `Failed`).
 
     What the prefix cache holds of the content isn't computed again. `pin`: its pages stay while the branch lives, also when
-    memory is short; else an idle branch may have to be computed again when it's next used."""
+    memory is short; else an idle branch may have to be computed again when it's next used. `tenant`: whom the branch's work,
+    and that of its forks, is done for; None: the session's. A session that was opened for a tenant works for no other."""
 
     branch: int
     content: Content
     pin: bool = False
     service: Service = DEFAULT_SERVICE
+    tenant: str | None = None
 
 
 class Fork(msgspec.Struct, frozen=True, tag="fork", tag_field="op", forbid_unknown_fields=True):
@@ -210,9 +212,11 @@ class Adopt(msgspec.Struct, frozen=True, tag="adopt", tag_field="op", forbid_unk
 
 class Race(msgspec.Struct, frozen=True, tag="race", tag_field="op", forbid_unknown_fields=True):
     """Keep the first `winners` of `branches` whose next generation ends by itself (not cancelled or failed). At that step the
-    other branches are released, as `Release` does. Answered by `Raced`, also when too few can win any more."""
+    other branches are released, as `Release` does. Answered by `Raced` (or `Failed`) with this `request` id, also when too
+    few can win any more. A branch can be in one race at a time."""
 
     branches: tuple[int, ...]
+    request: int
     winners: int = 1
 
 
@@ -251,12 +255,21 @@ Command = Context | Fork | Attach | Append | Generate | Adopt | Race | Pin | Can
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, omit_defaults=True):
-    """An error as it travels; `errors.from_wire(code, message, param, retry_after_s)` makes the exception."""
+    """An error as it travels."""
 
     code: str
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+
+    @classmethod
+    def of(cls, err: BranchlineError) -> ErrorInfo:
+        """What travels of an exception."""
+        return cls(err.code, err.message, err.param, err.retry_after_s)
+
+    def exception(self) -> BranchlineError:
+        """The exception again, as its own type."""
+        return from_wire(self.code, self.message, self.param, self.retry_after_s)
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready", tag_field="ev"):
@@ -292,8 +305,9 @@ class Adopted(msgspec.Struct, frozen=True, tag="adopted", tag_field="ev"):
 
 
 class Raced(msgspec.Struct, frozen=True, tag="raced", tag_field="ev"):
-    """A `Race` is over: who won, in the order in which they ended, and who was released."""
+    """A `Race` is over: who won, in the order in which they ended, and who was released by it."""
 
+    request: int
     winners: tuple[int, ...]
     losers: tuple[int, ...]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
-from branchline.engine.errors import EngineError, from_wire
+from branchline.engine.errors import EngineError
 from branchline.orchestrator.config import ServeConfig
 from branchline.orchestrator.protocol import APP_NAME
 
@@ -153,6 +153,6 @@ def _deploy(config: ServeConfig) -> None:
         for text in texts:
             info = read_start_error(text)
             if info is not None:
-                raise from_wire(info.code, info.message, info.param) from None
+                raise info.exception() from None
         causes = [line for text in texts[1:] for line in text.strip().splitlines()[-1:]]
         raise EngineError(f"the application did not start: {'; '.join(causes) or err}") from err

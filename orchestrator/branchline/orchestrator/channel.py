@@ -205,8 +205,8 @@ class Channel:
             async with contextlib.aclosing(self._link.events(self.opened.session, self.replica)) as stream:
                 async for payload in stream:
                     for event in protocol.decode_events(payload).events:
-                        if isinstance(event, Raced):
-                            continue  # the gateway starts no race
+                        if isinstance(event, Raced):  # the gateway starts no race
+                            continue
                         branch = event.parent if isinstance(event, Forked) else event.branch
                         listener = self._listeners.get(branch)
                         if listener is not None:

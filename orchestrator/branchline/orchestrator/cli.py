@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from branchline.engine.config import DEFAULT_MODEL
+from branchline.engine.config import DEFAULT_MODEL, SchedulingConfig
 from branchline.engine.errors import BranchlineError, ConfigError
 from branchline.orchestrator.telemetry.command import metrics
 
@@ -56,6 +56,15 @@ def serve(
     max_batch: Annotated[int | None, typer.Option(help="Most branches in one step.")] = None,
     max_step_tokens: Annotated[int | None, typer.Option(help="Token budget of a step.")] = None,
     threads: Annotated[int | None, typer.Option(help="Compute threads; default: all cores.")] = None,
+    policy: Annotated[
+        str, typer.Option(help="fair, priority, fcfs, deadline, shortest-remaining, or package.module:Class.")
+    ] = SchedulingConfig().policy,
+    itl_target_ms: Annotated[float | None, typer.Option(help="Time between tokens that prefill is held back for.")] = None,
+    prefix_cache: Annotated[bool, typer.Option(help="Keep released K/V until its pages are needed.")] = True,
+    swap_bytes: Annotated[int, typer.Option(help="Host memory for K/V of work that yields; 0: none.")] = 0,
+    tenant: Annotated[
+        list[str] | None, typer.Option(help="NAME:weight=2,max_branches=…,max_pages=…,tokens_per_minute=…; repeatable.")
+    ] = None,
     dashboard: Annotated[bool, typer.Option(help="Start Ray's dashboard.")] = True,
     dashboard_port: Annotated[int, typer.Option(help="The dashboard's port, on loopback.")] = 8265,
     log_format: Annotated[str, typer.Option(help="Of Serve's log files: text or json.")] = "text",
@@ -70,6 +79,10 @@ def serve(
         "attention": attention, "context_length": context_length, "max_batch": max_batch,
         "max_step_tokens": max_step_tokens, "threads": threads,
     }  # fmt: skip
+    scheduling = {
+        "policy": policy, "itl_target_ms": itl_target_ms, "prefix_cache": prefix_cache, "swap_bytes": swap_bytes,
+        "tenants": dict(map(_tenant, tenant or ())),
+    }  # fmt: skip
     config = ServeConfig.from_dict(
         {
             "host": host,
@@ -80,7 +93,7 @@ def serve(
             "log_format": log_format,
             "log_requests": log_requests,
             "verbose": verbose,
-            "engine": {name: value for name, value in engine.items() if value is not None},
+            "engine": {name: value for name, value in engine.items() if value is not None} | {"scheduling": scheduling},
         }
     )
     _check_port(config)
@@ -165,6 +178,19 @@ def bench(
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command(name)(module.run)
     command(args=context.args, prog_name=f"branchline bench {name}")
+
+
+def _tenant(text: str) -> tuple[str, dict[str, float | int]]:
+    """A tenant's name and settings from `NAME:key=number,…`."""
+    name, _, rest = text.partition(":")
+    settings: dict[str, float | int] = {}
+    for pair in filter(None, rest.split(",")):
+        key, _, value = pair.partition("=")
+        try:
+            settings[key] = float(value) if key == "weight" else int(value)
+        except ValueError:
+            raise ConfigError(f"--tenant {text!r}: expected NAME:key=number,…, {pair!r} isn't", param="tenant") from None
+    return name, settings
 
 
 def _fail(message: str) -> NoReturn:

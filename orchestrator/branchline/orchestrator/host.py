@@ -20,7 +20,7 @@ from branchline.engine.errors import (
     InvalidRequestError,
     SessionNotFoundError,
 )
-from branchline.engine.types import Attach, Command, EngineStats, Event, ModelInfo
+from branchline.engine.types import Attach, Command, EngineStats, ErrorInfo, Event, ModelInfo
 from branchline.orchestrator import protocol
 from branchline.orchestrator.mailbox import Mailbox
 from branchline.orchestrator.protocol import (
@@ -47,7 +47,7 @@ class HostedEngine(Protocol):
 
     info: ModelInfo
 
-    def open_session(self, sink: Callable[[tuple[Event, ...]], None], client: str = "") -> str: ...
+    def open_session(self, sink: Callable[[tuple[Event, ...]], None], client: str = "", tenant: str = "") -> str: ...
     def submit(self, session: str, commands: Sequence[Command]) -> None: ...
     def touch(self, session: str) -> None: ...
     def close_session(self, session: str) -> None: ...
@@ -222,7 +222,7 @@ class EngineHost:
             self._mailbox.put((slot[0], events, time.perf_counter()))
 
         # The engine can't call the sink before a command was submitted, which needs the id that this gives.
-        engine_session = self._engine.open_session(sink, request.client)
+        engine_session = self._engine.open_session(sink, request.client, request.tenant)
         session = f"{self._replica}{SEPARATOR}{engine_session}"
         outbox = Outbox(engine_session, time.monotonic(), self.recorder.session(session))
         slot.append(outbox)
@@ -290,7 +290,7 @@ def _deliver(item: tuple[Outbox, tuple[Event, ...], float]) -> None:
 
 
 def _refuse(err: BranchlineError) -> bytes:
-    reply: Reply = ErrorReply(protocol.error_info(err))
+    reply: Reply = ErrorReply(ErrorInfo.of(err))
     return protocol.encode(reply)
 
 

@@ -16,6 +16,8 @@ Through a Ray Serve handle the replica's methods are (payloads are msgpack of th
     stats() -> Reply
     describe() -> SessionOpened                          of no session: the replica's name and what it serves
 
+An OpenAI request, and a session that names no tenant itself, are for the tenant that the header x-branchline-tenant names.
+
 A batch without commands keeps a session alive. A request for a replica that is gone reaches another one, which answers that
 it has no such session.
 
@@ -41,14 +43,16 @@ from branchline.engine.types import Command, EngineStats, ErrorInfo, Event, Mode
 PROTOCOL_VERSION: Final = 1
 APP_NAME: Final = "branchline"
 ENGINE_DEPLOYMENT: Final = "Engine"
+TENANT_HEADER: Final = "x-branchline-tenant"
 MSGPACK: Final = "application/msgpack"
 
 
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Ask for a session. `client` is a name for logs and metrics."""
+    """Ask for a session. `client` is a name for logs and metrics; `tenant`: whom its work is done for."""
 
     version: int = PROTOCOL_VERSION
     client: str = ""
+    tenant: str = ""
 
 
 class SessionOpened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
@@ -76,7 +80,7 @@ class ErrorReply(msgspec.Struct, frozen=True, tag="error"):
 
     def exception(self) -> BranchlineError:
         """The error as an exception."""
-        return from_wire(self.error.code, self.error.message, self.error.param)
+        return self.error.exception()
 
 
 class StatsReply(msgspec.Struct, frozen=True, tag="stats"):
@@ -117,11 +121,6 @@ class BranchHandle(msgspec.Struct, frozen=True, array_like=True):
     replica: str
     session: str
     branch: int
-
-
-def error_info(err: BranchlineError) -> ErrorInfo:
-    """The error as it travels."""
-    return ErrorInfo(err.code, err.message, err.param)
 
 
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -20,7 +20,7 @@ from branchline.engine.errors import BranchlineError, ConfigError
 from branchline.engine.types import ErrorInfo
 from branchline.orchestrator.config import ServeConfig, log_encoding
 from branchline.orchestrator.host import EngineHost, HostedEngine
-from branchline.orchestrator.protocol import ENGINE_DEPLOYMENT, error_info
+from branchline.orchestrator.protocol import ENGINE_DEPLOYMENT
 from branchline.orchestrator.telemetry.export import ReplicaMetrics
 from branchline.orchestrator.telemetry.log import RequestLog
 
@@ -35,7 +35,7 @@ class EngineStartError(RuntimeError):
     but text on."""
 
     def __init__(self, err: BranchlineError) -> None:
-        super().__init__(f"{err.message} {START_ERROR_MARK}{msgspec.json.encode(error_info(err)).decode()}")
+        super().__init__(f"{err.message} {START_ERROR_MARK}{msgspec.json.encode(ErrorInfo.of(err)).decode()}")
 
 
 def read_start_error(text: str) -> ErrorInfo | None:

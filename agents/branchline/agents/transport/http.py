@@ -40,12 +40,14 @@ class HttpTransport:
         url: str,
         *,
         client: str = "",
+        tenant: str = "",
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 30.0,
         http: httpx.AsyncBaseTransport | None = None,
     ) -> None:
         self._url = url
         self._client = client
+        self._tenant = tenant
         self._http = httpx.AsyncClient(base_url=url.rstrip("/"), headers=headers, timeout=timeout_s, transport=http)
         self._session = ""
         self._closed = False
@@ -53,7 +55,9 @@ class HttpTransport:
     async def open(self) -> SessionOpened:
         """Open the session. Raises ConnectError when nothing, or something else, answers at the URL."""
         try:
-            answer = await self._request("POST", "/v1/sessions", encode_json(OpenSession(client=self._client)))
+            answer = await self._request(
+                "POST", "/v1/sessions", encode_json(OpenSession(client=self._client, tenant=self._tenant))
+            )
             opened = decode_opened_json(answer)
         except ConnectionLostError as err:
             raise ConnectError(f"no gateway answers at {self._url}: {err.message}; is `branchline serve` running?") from err
@@ -73,7 +77,8 @@ class HttpTransport:
         try:
             async with self._http.stream("GET", path, headers={"Accept": "text/event-stream"}, timeout=timeout) as answer:
                 if answer.is_error:
-                    raise _error_of(answer.status_code, await answer.aread())
+                    await answer.aread()
+                    raise _error_of(answer)
                 async for message in sse_messages(answer.aiter_bytes()):
                     yield decode_events_json(message)
         except (httpx.HTTPError, httpx.StreamError, msgspec.MsgspecError) as err:
@@ -101,7 +106,7 @@ class HttpTransport:
                 f"{method} {self._url}{path.replace(self._session, '…') if self._session else path}: {err!r}"
             ) from err
         if answer.is_error:
-            raise _error_of(answer.status_code, answer.content)
+            raise _error_of(answer)
         return answer.content
 
 
@@ -124,13 +129,17 @@ async def sse_messages(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 data = []
 
 
-def _error_of(status: int, body: bytes) -> BranchlineError:
+def _error_of(answer: httpx.Response) -> BranchlineError:
+    status, body = answer.status_code, answer.content
     try:
         decoded = msgspec.json.decode(body)
     except msgspec.MsgspecError:
         decoded = None
     if isinstance(decoded, dict) and isinstance(decoded.get("error"), dict):
-        return from_openai_error(decoded)
+        err = from_openai_error(decoded)
+        with contextlib.suppress(KeyError, ValueError):
+            err.retry_after_s = float(answer.headers["retry-after"])
+        return err
     text = body[:200].decode(errors="replace")
     return ConnectionLostError(f"HTTP status {status} without an error body that Branchline knows: {text!r}")
 
@@ -139,9 +148,10 @@ def make_transport(
     target: str,
     *,
     client: str,
+    tenant: str,
     headers: Mapping[str, str] | None = None,
     timeout_s: float = 30.0,
     http: httpx.AsyncBaseTransport | None = None,
 ) -> HttpTransport:
     """The transport to a URL."""
-    return HttpTransport(target, client=client, headers=headers, timeout_s=timeout_s, http=http)
+    return HttpTransport(target, client=client, tenant=tenant, headers=headers, timeout_s=timeout_s, http=http)

@@ -22,7 +22,7 @@ class EngineLike(Protocol):
 
     info: ModelInfo
 
-    def open_session(self, sink: Callable[[tuple[Event, ...]], None], client: str = "") -> str: ...
+    def open_session(self, sink: Callable[[tuple[Event, ...]], None], client: str = "", tenant: str = "") -> str: ...
     def submit(self, session: str, commands: Sequence[Command]) -> None: ...
     def touch(self, session: str) -> None: ...
     def close_session(self, session: str) -> None: ...
@@ -33,9 +33,10 @@ class EngineLike(Protocol):
 class LocalTransport:
     """One session of an engine in this process."""
 
-    def __init__(self, engine: EngineLike, *, client: str = "") -> None:
+    def __init__(self, engine: EngineLike, *, client: str = "", tenant: str = "") -> None:
         self._engine = engine
         self._client = client
+        self._tenant = tenant
         self._session = ""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._inbox: list[Event] = []
@@ -46,7 +47,7 @@ class LocalTransport:
     async def open(self) -> SessionOpened:
         """Open the session. Raises EngineClosedError."""
         self._loop = asyncio.get_running_loop()
-        self._session = self._engine.open_session(self._take, self._client)
+        self._session = self._engine.open_session(self._take, self._client, self._tenant)
         return SessionOpened(
             session=self._session, replica=engine_name(self._engine), model=self._engine.info, timeout_s=TIMEOUT_S
         )
@@ -110,6 +111,6 @@ def is_engine(target: Any) -> bool:
     return all(callable(getattr(target, name, None)) for name in ("open_session", "submit", "close_session"))
 
 
-def make_transport(target: EngineLike, *, client: str) -> LocalTransport:
+def make_transport(target: EngineLike, *, client: str, tenant: str) -> LocalTransport:
     """The transport to an engine object."""
-    return LocalTransport(target, client=client)
+    return LocalTransport(target, client=client, tenant=tenant)

@@ -43,9 +43,10 @@ class RayTransport:
         replica: which replica to open the session on; "": any.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], *, client: str = "", replica: str = "") -> None:
+    def __init__(self, handle: DeploymentHandle[Any], *, client: str = "", tenant: str = "", replica: str = "") -> None:
         self._handle = handle
         self._client = client
+        self._tenant = tenant
         self._replica = replica
         self._session = ""
         self._pinned = handle
@@ -56,7 +57,7 @@ class RayTransport:
         """Open the session. Raises ConnectError when no replica answers."""
         handle = self._handle.options(session_id=self._replica) if self._replica else self._handle
         try:
-            opened = await _call(handle, "open_session", encode(OpenSession(client=self._client)))
+            opened = await _call(handle, "open_session", encode(OpenSession(client=self._client, tenant=self._tenant)))
         except ConnectionLostError as err:
             raise ConnectError(f"no engine replica answers: {err.message}") from err
         if not isinstance(opened, SessionOpened):
@@ -128,13 +129,13 @@ def _lost(method: str, err: Exception) -> BranchlineError:
     return ConnectionLostError(f"{method}: the engine replica doesn't answer: {type(err).__name__}: {str(err)[:400]}")
 
 
-def make_transport(target: str | DeploymentHandle[Any], *, client: str, replica: str = "") -> RayTransport:
+def make_transport(target: str | DeploymentHandle[Any], *, client: str, tenant: str, replica: str = "") -> RayTransport:
     """The transport to "serve:<app>", or to the handle of an engine deployment.
 
     Raises ConnectError if Ray isn't initialised here, or no such application runs.
     """
     if not isinstance(target, str):
-        return RayTransport(target, client=client, replica=replica)
+        return RayTransport(target, client=client, tenant=tenant, replica=replica)
     app = target.partition(":")[2] or APP_NAME
     if not ray.is_initialized():
         raise ConnectError(
@@ -144,4 +145,4 @@ def make_transport(target: str | DeploymentHandle[Any], *, client: str, replica:
         handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, app)
     except (RayError, RayServeException, KeyError) as err:
         raise ConnectError(f"{target!r}: no Serve application {app!r} runs here: {err}") from err
-    return RayTransport(handle, client=client, replica=replica)
+    return RayTransport(handle, client=client, tenant=tenant, replica=replica)

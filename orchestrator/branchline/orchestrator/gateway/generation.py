@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
-from branchline.engine.errors import EngineClosedError, FailedBranchError, from_wire
+from branchline.engine.errors import EngineClosedError, FailedBranchError
 from branchline.engine.types import (
     Command,
     Context,
@@ -73,12 +73,14 @@ class Generation:
         commands: list[Command] = []
         for prompt, content in enumerate(self._job.contents):
             root = self._first + prompt * self._per_prompt
-            commands.append(Context(root, content))
+            commands.append(Context(root, content, service=self._job.service, tenant=self._job.tenant))
             children = [root]
             if self._job.n > 1:
                 children = [root + 1 + child for child in range(self._job.n)]
                 commands.append(Fork(root, children[0], self._job.n))
-            commands += (Generate(child, self._channel.mint_request(), self._job.params) for child in children)
+            commands += (
+                Generate(child, self._channel.mint_request(), self._job.params, self._job.service) for child in children
+            )
         self._channel.send(self._listener, commands)
         self._early = await self._next()
 
@@ -105,7 +107,7 @@ class Generation:
 
     async def _next(self) -> list[Event]:
         events = await self._listener.next()
-        errors = [from_wire(e.error.code, e.error.message, e.error.param) for e in events if isinstance(e, Failed)]
+        errors = [e.error.exception() for e in events if isinstance(e, Failed)]
         if errors:
             # What hangs on something that failed fails, too, and says less.
             raise next((error for error in errors if not isinstance(error, FailedBranchError)), errors[0])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator
 
 from starlette.applications import Starlette
@@ -76,7 +77,9 @@ def build_asgi(backend: Backend, max_body_bytes: int, *, request_ids: bool = Tru
 
 async def _refuse(request: Request, err: Exception) -> Response:
     assert isinstance(err, BranchlineError)
-    headers = {"retry-after": str(RETRY_AFTER_S)} if err.status in TRY_AGAIN else {}
+    headers = {}
+    if err.status in TRY_AGAIN:
+        headers["retry-after"] = str(math.ceil(max(err.retry_after_s or RETRY_AFTER_S, RETRY_AFTER_S)))
     body = protocol.encode_json(protocol.openai_error(err))
     return Response(body, status_code=err.status, media_type="application/json", headers=headers)
 

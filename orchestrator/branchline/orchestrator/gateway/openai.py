@@ -19,7 +19,7 @@ from branchline.orchestrator.gateway.backend import Backend
 from branchline.orchestrator.gateway.generation import Generation
 from branchline.orchestrator.gateway.requests import ChatRequest, CompletionRequest, Job, parse_chat, parse_completion
 from branchline.orchestrator.gateway.responses import ChunkWriter, Collector, Kind
-from branchline.orchestrator.protocol import encode_json, openai_error
+from branchline.orchestrator.protocol import TENANT_HEADER, encode_json, openai_error
 
 logger = logging.getLogger(__name__)
 Parse = Callable[[bytes], tuple[ChatRequest | CompletionRequest, Job]]
@@ -63,6 +63,7 @@ class OpenAI:
 
     async def _complete(self, request: Request, kind: Kind, parse: Parse) -> Response:
         body, job = parse(await read_body(request, self._max_body_bytes))
+        job = msgspec.structs.replace(job, tenant=request.headers.get(TENANT_HEADER))
         model = await self._backend.model()
         _check_model(body.model, model)
         channel = await self._backend.channel()

@@ -10,7 +10,17 @@ import msgspec
 from msgspec import Meta
 
 from branchline.engine.errors import InvalidParameterError, InvalidRequestError
-from branchline.engine.types import Chat, Content, Message, SamplingParams, Text, TokenIds
+from branchline.engine.types import (
+    DEFAULT_SERVICE,
+    Chat,
+    Content,
+    Message,
+    QoS,
+    SamplingParams,
+    Service,
+    Text,
+    TokenIds,
+)
 from branchline.orchestrator.errors import UnsupportedParameterError
 
 MAX_CHOICES: Final = 128
@@ -31,8 +41,8 @@ class StreamOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What chat and text completions share. None of an optional parameter is its default.
 
-    The last four aren't OpenAI's: clients send them as `extra_body`. Parameters that change nothing here (`user` and the
-    like) are accepted.
+    Those after `logit_bias` aren't OpenAI's: clients send them as `extra_body`. Parameters that change nothing here (`user`
+    and the like) are accepted.
     """
 
     model: str
@@ -51,6 +61,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     min_p: float | None = None
     repetition_penalty: float | None = None
     ignore_eos: bool | None = None
+    priority: int | None = None
+    qos: QoS | None = None
+    deadline_ms: float | None = None
     user: str | None = None
 
 
@@ -92,14 +105,17 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     """What the engine is asked for: `n` generations on each of `contents`.
 
     Attributes:
+        tenant: whom it is done for; None: nobody in particular.
         stream, include_usage: how to answer.
     """
 
     contents: tuple[Content, ...]
     n: int
     params: SamplingParams
+    service: Service
     stream: bool
     include_usage: bool
+    tenant: str | None = None
 
 
 ACCEPTED: Final = frozenset(
@@ -284,4 +300,14 @@ def _job(request: Sampling, contents: tuple[Content, ...], params: SamplingParam
     if request.stream_options is not None and not request.stream:
         raise InvalidParameterError("stream_options needs stream = true", param="stream_options")
     usage = request.stream_options is not None and bool(request.stream_options.include_usage)
-    return Job(contents=contents, n=request.n or 1, params=params, stream=bool(request.stream), include_usage=usage)
+    service = Service(
+        priority=request.priority or 0, qos=request.qos or DEFAULT_SERVICE.qos, deadline_ms=request.deadline_ms
+    ).validate()
+    return Job(
+        contents=contents,
+        n=request.n or 1,
+        params=params,
+        service=service,
+        stream=bool(request.stream),
+        include_usage=usage,
+    )
