@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from tests.engine.engines import assert_empty, load
 from tests.engine.recorder import Recorder
+from tests.engine.scheduler.test_parts import Backwards
 
 from branchline.engine.engine import Engine
 from branchline.engine.types import (
@@ -314,3 +315,20 @@ def test_a_storm_delays_another_tenant_by_a_step_and_a_chunk(tiny_model: Path) -
         engine.close_session(storm.session)
         engine.close_session(other.session)
         assert_empty(engine)
+
+
+def test_a_users_own_policy_runs_the_engine(tiny_model: Path) -> None:
+    """Last come, first served, by import path; it's asked when work comes, never for a token."""
+    path = "tests.engine.scheduler.test_parts:Backwards"
+    with load(tiny_model, max_batch=1, max_step_tokens=256, scheduling={"policy": path}) as engine:
+        client = Recorder(engine)
+        branches = [client.context(TokenIds((i + 1,) * 20)) for i in range(6)]
+        for branch in branches:
+            client.inspect(branch)
+        Backwards.asked = 0
+        client.send(*(Generate(branch, branch, SamplingParams(max_tokens=50, ignore_eos=True)) for branch in branches))
+        for branch in branches:
+            client.output(branch)
+        ended = [event.request for event in client.events if isinstance(event, Finished)]
+        assert ended == branches[::-1]
+        assert Backwards.asked == 6

@@ -186,7 +186,7 @@ class Scheduler:
     def add(self, work: Work, now: float) -> None:
         """Let a work wait for its turn. Raises TenantLimitError when its tenant's tokens of this minute are used up."""
         work.tenant.check_rate(now)
-        self._lift(work.tenant)
+        self._lift(work.tenant, now)
         work.tenant.works += 1
         if work.deadline is not None:
             self._with_deadline.add(work)
@@ -469,10 +469,11 @@ class Scheduler:
         for other in held:
             self.queue.push(other)
 
-    def _lift(self, tenant: Tenant) -> None:
+    def _lift(self, tenant: Tenant, now: float) -> None:
         """A tenant that had nothing to do can't claim the service of that time."""
         if tenant.works:
             return
+        self.slots.charge_all(self.tenants.all, now)
         others = [other.counter for other in self._active]
         tenant.counter = max(tenant.counter, min(others) if others else self._last_counter)
         self._active[tenant] = None
