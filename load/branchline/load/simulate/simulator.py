@@ -87,7 +87,7 @@ class Simulator(Listener):
         self._fairness = FairnessGap([settings.get(name, default).weight for name in trace.tenants])
         self._request_of = np.zeros(engine.max_batch, np.int64)  # by slot
         self._works: dict[int, SimulatedWork] = {}
-        self._next = 0
+        self._next, self._last = 0, len(trace)
         self._cancels: list[tuple[float, int]] = []
         self._strands: dict[int, Strand] = {}
         self._orphans: dict[int, list[int]] = {}  # requests that wait for their parent, by it
@@ -112,6 +112,10 @@ class Simulator(Listener):
         if self._computed:  # works that found everything in the cache
             return True
         return self._wait()
+
+    def stop_arrivals(self) -> None:
+        """Nothing arrives any more: `step` goes on until what came has ended."""
+        self._last = self._next
 
     def finish(self) -> Outcome:
         """Count what is left, and give back all that the simulation still holds."""
@@ -155,7 +159,7 @@ class Simulator(Listener):
         while self._computed:
             self._end(self._computed.pop(), Fate.COMPLETED)
         trace = self.trace
-        while self._next < len(trace) and trace.arrival_s[self._next] <= self.now:
+        while self._next < self._last and trace.arrival_s[self._next] <= self.now:
             request, self._next = self._next, self._next + 1
             if trace.cancel_s[request] != np.inf:
                 heapq.heappush(self._cancels, (float(trace.arrival_s[request] + trace.cancel_s[request]), request))
@@ -266,7 +270,7 @@ class Simulator(Listener):
     def _wait(self) -> bool:
         """Nothing runs: go on to what happens next."""
         trace = self.trace
-        times = [float(trace.arrival_s[self._next])] if self._next < len(trace) else []
+        times = [float(trace.arrival_s[self._next])] if self._next < self._last else []
         if self._cancels:
             times.append(self._cancels[0][0])
         if self.scheduler.num_waiting:

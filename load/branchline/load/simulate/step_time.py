@@ -16,10 +16,10 @@ class StepTime:
     SmolLM2-135M (Q4_1) on the native engine, on two cores of an AMD EPYC (Zen 4); docs/simulator.md has how well they fit.
     """
 
-    base_s: float = 3.5e-3
-    per_row_s: float = 9.7e-4
-    per_token_s: float = 8.5e-4
-    per_read_s: float = 8.6e-8
+    base_s: float = 3.94e-3
+    per_row_s: float = 9.07e-4
+    per_token_s: float = 7.90e-4
+    per_read_s: float = 4.64e-7
 
     def seconds(self, decode_rows: int, prefill_tokens: int, kv_tokens: int) -> float:
         """Of one step."""
