@@ -143,8 +143,9 @@ class Room:
 
     def _candidates(self, work: Work) -> Iterator[Work]:
         for other in self._slots.works.values():
-            self._slots.count(other)
-            other.expected_tokens = other.prefill_left + self.expected_output(other)
+            if self._policy.compares_expected:
+                self._slots.count(other)
+                other.expected_tokens = other.prefill_left + self.expected_output(other)
             if self._policy.may_preempt(work, other):
                 yield other
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+from typing import ClassVar
 
 from branchline.engine.config import SchedulingConfig
 from branchline.engine.scheduler.tenants import Tenant
@@ -14,7 +15,13 @@ class Policy(abc.ABC):
 
     A policy of your own is a subclass that `scheduling.policy` names as "package.module:Class". It is asked when work
     arrives, is admitted or must yield: never once a token.
+
+    Attributes:
+        compares_expected: whether `may_preempt` reads `running.expected_tokens`. It is brought up to date for that, for all
+            that runs; where this is False it is as old as the work's last place in the queue.
     """
+
+    compares_expected: ClassVar[bool] = False
 
     def __init__(self, config: SchedulingConfig) -> None:
         self.config = config

@@ -13,6 +13,8 @@ class Policy(Base):
     """Fewest expected tokens first, with ageing: long work isn't put off for ever. Running work yields to work that is
     expected to take less than half of what it still takes itself."""
 
+    compares_expected = True
+
     def order(self, work: Work) -> Rank:
         return (work.submitted + self.config.ageing_s * work.expected_tokens / _TOKENS_PER_STEP,)
 
