@@ -121,36 +121,6 @@ def test_a_row_depends_on_nothing_but_itself(tmp_path: Path, activations: str, k
     assert all(torch.equal(result, results[1, 1]) for result in results.values())
 
 
-def test_branches_of_one_prefix_do_not_depend_on_their_number(pair: Callable[[str], Pair]) -> None:
-    _, model = pair("llama-gqa3")
-    packed = native(model.files.path)
-    found = []
-    for count in (1, 2, 9, 40):
-        rows = Rows.native(packed)
-        root = rows.tree.root()
-        rows.tree.prefill(root, 0, np.arange(3, 53, dtype=np.int32))
-        rows.step()
-        for slot, child in enumerate(rows.tree.fork_many(root, count)):
-            rows.tree.join(int(child), slot, 70 + slot)
-        found.append(rows.step()[rows.slots.index(0)].clone())
-    for logits in found[1:]:
-        torch.testing.assert_close(logits, found[0], atol=2e-5, rtol=1e-5)
-
-
-def test_forks_say_what_fresh_sequences_say_where_nothing_is_rounded(smollm2: str, encode: Callable[[str], list[int]]) -> None:
-    prefix = encode(LICENSE.read_text()[:500])
-    tails = [encode(text) for text in (" The author", " It is", " Nobody may", " What")]
-    rows = Rows.native(native(smollm2, activations="float32", kv_dtype="float32"))
-    root = rows.tree.root()
-    rows.tree.prefill(root, 0, np.array(prefix, np.int32))
-    rows.step()
-    for slot, (child, tail) in enumerate(zip(rows.tree.fork_many(root, len(tails)), tails, strict=True)):
-        rows.tree.prefill(int(child), slot, np.array(tail, np.int32))
-    forked = rows.step().clone()[np.argsort(rows.slots)]
-    fresh = torch.stack([rows.logits(prefix + tail)[-1] for tail in tails])
-    torch.testing.assert_close(forked, fresh, atol=1e-3, rtol=0)
-
-
 # --- what it takes, and what it leaves to torch ----------------------------------------------------------------------------
 
 

@@ -219,6 +219,7 @@ class LlamaModel:
         """Compute a step (see `branchline.engine.step`): writes its K/V into `kv`, the bytes of all pages, and the logits of
         `logit_tokens` into `logits` [N, vocab]. Levels: (qo_indptr, kv_indptr, kv_indices, last_page_len), root first.
 
-        A token's logits depend on its own branch alone (given its levels), not on the rest of the batch or the threads.
+        A token's logits depend on the tokens before it alone, bit for bit: not on the rest of the batch, the threads, or where
+        its branch was forked.
         Raises ValueError, before anything is written, on arrays that don't fit or numbers out of range.
         """

@@ -102,8 +102,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             native on the CPU where `attention` is "auto" and `dtype` is "float32", if it can take the model; else torch,
             which dequantises the weights.
         activations: inputs of quantised weights on native. "int8": rounded to 8 bits, as llama.cpp does; near ties between
-            tokens may fall otherwise than in float32, and otherwise in a fork than in a fresh sequence. "float32": not
-            rounded, at half the speed.
+            tokens may fall otherwise than in float32. "float32": not rounded, at half the speed.
         quantize: what the native engine makes of weights that the model's files have as plain numbers, while it loads them:
             "q8_0" (8 bits) or "q4_1" (4 bits; the embedding and the head get 8); None: they stay.
         kv_dtype: of K and V in the page pool; "auto": on native float32 if all weights are, else bfloat16; on torch `dtype`.

@@ -214,9 +214,13 @@ BRANCHLINE_INLINE float sum_of(const Vec& x) {
 
 #endif
 
-/// 2^x of x <= 0; below kLeastPower as if x were that. Relative error at most 3e-7; 2^0 is 1 exactly.
-BRANCHLINE_INLINE Vec exp2(Vec x) {
-    x = max(x, set1(kLeastPower));
+/// 2^n of whole n <= 0, exactly; below kLeastPower as if n were that.
+BRANCHLINE_INLINE Vec power_of_two(Vec n) { return scale_by_power(set1(1.0f), max(n, set1(kLeastPower))); }
+
+/// 2^(x - shift) of a whole `shift` >= x - 1; powers below kLeastPower as if they were that. Relative error at most 3e-7.
+///
+/// The fraction of x alone is rounded: results for two shifts differ by exactly a power of two.
+BRANCHLINE_INLINE Vec exp2(Vec x, Vec shift) {
     const Vec whole = round(x);
     const Vec f = sub(x, whole);  // in [-1/2, 1/2]: a minimax polynomial of degree 5 with p(0) = 1
     Vec p = fma(set1(0.00132764721678f), f, set1(0.00967554133102f));
@@ -224,7 +228,7 @@ BRANCHLINE_INLINE Vec exp2(Vec x) {
     p = fma(p, f, set1(0.24022119724f));
     p = fma(p, f, set1(0.693146967065f));
     p = fma(p, f, set1(1.0f));
-    return scale_by_power(p, whole);
+    return scale_by_power(p, max(sub(whole, shift), set1(kLeastPower)));
 }
 
 }  // namespace

@@ -18,7 +18,8 @@ _BLOCK_TOKENS = 16
 class Backend(AttentionBackend):
     """Tree attention over K/V in float32 or bfloat16. Queries, new K/V and results are computed with in float32.
 
-    A row's result depends on neither the number of threads nor the other rows of the step.
+    A row's result depends on its own query and K/V alone, bit for bit: not on the number of threads, the other rows of the
+    step, or how its K/V is cut into levels and pages.
     """
 
     max_levels = 8
@@ -82,16 +83,16 @@ class Backend(AttentionBackend):
     def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
         content = self.pool.data[pages]
         keys, values = self._orders()
-        # keys: […, blocks, head_dim / width, 16, width]; values: […, blocks, 16 / width, head_dim, width]
+        # keys: […, blocks, head_dim / width, 16, width]; values: […, blocks, 16 / width, head_dim, width], the last one first
         keys_in_order = content[:, :, 0].reshape(-1, *keys).transpose(1, 2)
-        values_in_order = content[:, :, 1].reshape(-1, *values).transpose(2, 3)
+        values_in_order = content[:, :, 1].reshape(-1, *values).flip(3).transpose(2, 3)
         shape = content[:, :, 0].shape
         return torch.stack([keys_in_order.reshape(shape), values_in_order.reshape(shape)], dim=2)
 
     def write_pages(self, pages: torch.Tensor, kv: torch.Tensor) -> None:
         keys, values = self._orders()
         own_keys = kv[:, :, 0].reshape(-1, keys[1], keys[0], keys[2]).transpose(1, 2)
-        own_values = kv[:, :, 1].reshape(-1, values[0], values[2], values[1]).transpose(2, 3)
+        own_values = kv[:, :, 1].reshape(-1, values[0], values[2], values[1]).transpose(2, 3).flip(3)
         shape = kv[:, :, 0].shape
         self.pool.data[pages] = torch.stack([own_keys.reshape(shape), own_values.reshape(shape)], dim=2)
 

@@ -18,7 +18,7 @@ enum class KvType { float32, bfloat16 };
 ///
 /// A page's bytes are [layers][2: K, V][kv_heads][blocks], a block 16 tokens, so that a page's size is that of
 /// [layers, 2, kv_heads, page_tokens, head_dim]. Blocks, float32: K [head_dim][16], V [16][head_dim]. bfloat16, in pairs:
-/// K [head_dim / 2][16][2], V [8][head_dim][2]: two dimensions of a token, two tokens of a dimension.
+/// K [head_dim / 2][16][2], V [8][head_dim][2]: two dimensions of a token, two tokens of a dimension, the later one first.
 struct AttentionShape {
     int num_layers = 0;
     int num_heads = 0;
@@ -45,10 +45,11 @@ std::vector<std::string> attention_isas();
 
 /// Attention of one engine: plan a step, then attend in each of its layers. Used by one thread at a time.
 ///
-/// Each segment's K/V is read once for all the queries below it, in splits of 512 tokens; partial softmaxes are merged in
-/// the order of levels and splits. A row's result depends on neither the number of threads nor the other rows of the step
-/// (given the same levels of its own). float32 K/V: products in float32. bfloat16 K/V: the same after widening or, on
-/// avx512bf16, products of bfloat16 queries and weights, summed in float32.
+/// Each segment's K/V is read once for all the queries below it. A branch is cut into splits of 512 tokens, counted from its
+/// first position; their partial softmaxes are merged in that order. A row's result depends on its own query, K and V alone,
+/// bit for bit: not on the other rows, the number of threads, or how its K/V is cut into levels and pages, so that a forked
+/// branch computes what the same tokens in one sequence would. float32 K/V: products in float32. bfloat16 K/V: the same after
+/// widening or, on avx512bf16, products of bfloat16 queries and weights, summed in float32.
 class TreeAttention {
   public:
     /// `isa`: one of `attention_isas()`; empty: the best that BRANCHLINE_ISA allows.
