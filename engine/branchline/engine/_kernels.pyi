@@ -83,6 +83,24 @@ class TreeAttention:
         bytes, uint8. Raises ValueError on other sizes, with the numbers.
         """
 
+def sample(
+    logits: npt.NDArray[np.float32],
+    temperature: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float32],
+    min_p: npt.NDArray[np.float32],
+    keys: npt.NDArray[np.uint64],
+    positions: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int32],
+    is_bad: npt.NDArray[np.bool_],
+    pool: ThreadPool,
+) -> None:
+    """Choose a token of each row of logits [N, vocab]; the others are [N]. Modifies `tokens` and `is_bad`.
+
+    `temperature` 0: the likeliest. `top_k` 0, `top_p` 1, `min_p` 0: all. Draws with `rng.uniform(keys, positions)`.
+    A row's token depends on that row alone. Raises ValueError on sizes that don't fit, with the numbers.
+    """
+
 @final
 class Arena:
     """Memory in which many matrices lie side by side, so that small ones share huge pages too (twice the bandwidth).
