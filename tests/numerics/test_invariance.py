@@ -23,7 +23,7 @@ from branchline.engine.model.runner import find_model
 
 LENGTH = 600  # more than one split of 512 tokens
 CHUNKS = (1, 7, 16, 64, 256)
-TYPES = [("int8", "bfloat16"), ("int8", "float32"), ("float32", "bfloat16"), ("float32", "float32")]
+TYPES = [("int8", "bfloat16"), ("int8", "float32"), ("int8", "int8"), ("float32", "bfloat16"), ("float32", "float32")]
 Open = Callable[[int], Rows]
 
 

@@ -44,10 +44,10 @@ class TreeAttention:
         head_dim: int,
         page_tokens: int,
         scale: float,
-        bfloat16: bool,
+        kv_dtype: Literal["float32", "bfloat16", "int8"],
         isa: str = "",
     ) -> None:
-        """`bfloat16`: of K/V; else float32. `isa`: one of `attention_isas()`; "": the best that BRANCHLINE_ISA allows.
+        """`kv_dtype`: of the pool. `isa`: one of `attention_isas()`; "": the best that BRANCHLINE_ISA allows.
 
         Raises ValueError on shapes that it can't take, with the numbers, and on an instruction set that isn't there.
         """
@@ -207,7 +207,7 @@ class LlamaModel:
         head: Matrix,
         rope: npt.NDArray[np.float32],
         page_tokens: int = 16,
-        kv_dtype: Literal["float32", "bfloat16"] = "bfloat16",
+        kv_dtype: Literal["float32", "bfloat16", "int8"] = "bfloat16",
         precision: Literal["int8", "exact"] | None = None,
         isa: str | None = None,
         attention_isa: str = "",

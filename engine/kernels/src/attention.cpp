@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 
 #include "attention_kernels.hpp"
@@ -18,6 +20,25 @@ uint16_t to_bfloat16(float x) {
     const auto bits = std::bit_cast<uint32_t>(x);
     if ((bits & 0x7fffffffu) > 0x7f800000u) return static_cast<uint16_t>((bits >> 16) | 0x40u);
     return static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
+}
+
+/// The nearest codes of x [size], from -127 to 127. Returns their scale; not a number, with codes 0, if one of x isn't finite.
+float round_to_codes(const float* x, int64_t size, int8_t* codes) {
+    float most = 0.0f;
+    bool is_finite = true;
+    for (int64_t d = 0; d < size; ++d) {
+        most = std::max(most, std::fabs(x[d]));
+        is_finite &= std::isfinite(x[d]);
+    }
+    const float scale = most / 127.0f;
+    // Below 2^-100 the inverse or the scale would leave the normal numbers; such a vector is as good as zero.
+    const bool is_zero = most < 0x1p-100f;
+    const float inverse = is_finite && !is_zero ? 1.0f / scale : 0.0f;
+    for (int64_t d = 0; d < size; ++d) {
+        const float value = is_finite ? x[d] : 0.0f;
+        codes[d] = static_cast<int8_t>((value * inverse + 12582912.0f) - 12582912.0f);  // 1.5 * 2^23: no fraction is left
+    }
+    return !is_finite ? std::numeric_limits<float>::quiet_NaN() : is_zero ? 0.0f : scale;
 }
 
 bool multiplies_bfloat16() {
@@ -66,9 +87,23 @@ void check_shape(const AttentionShape& s) {
 
 }  // namespace
 
-int64_t AttentionShape::page_bytes() const {
-    return int64_t{num_layers} * 2 * num_kv_heads * page_tokens * head_dim * (kv_type == KvType::float32 ? 4 : 2);
+KvType require_kv_type(const std::string& name) {
+    if (name == "float32") return KvType::float32;
+    if (name == "bfloat16") return KvType::bfloat16;
+    if (name == "int8") return KvType::int8;
+    throw std::invalid_argument("kv_dtype '" + name + "': expected float32, bfloat16 or int8");
 }
+
+int64_t AttentionShape::token_bytes() const {
+    switch (kv_type) {
+        case KvType::float32: return int64_t{head_dim} * 4;
+        case KvType::bfloat16: return int64_t{head_dim} * 2;
+        case KvType::int8: return int64_t{head_dim} + 4;
+    }
+    return 0;
+}
+
+int64_t AttentionShape::page_bytes() const { return int64_t{num_layers} * 2 * num_kv_heads * page_tokens * token_bytes(); }
 
 std::vector<std::string> attention_isas() {
     std::vector<std::string> out;
@@ -126,15 +161,24 @@ void TreeAttention::State::write(int layer, int64_t token, int kv_head, const fl
     const int64_t slot = plan.write_slots[static_cast<size_t>(token)];
     const int64_t page = slot / shape.page_tokens, offset = slot % shape.page_tokens;
     const int64_t block = offset / kBlock, lane = offset % kBlock, head_dim = shape.head_dim;
-    const int64_t element = shape.kv_type == KvType::float32 ? 4 : 2;
-    const int64_t head_bytes = shape.page_tokens * head_dim * element;
-    std::byte* const keys = pool + page * shape.page_bytes() + (int64_t{layer} * 2 * shape.num_kv_heads + kv_head) * head_bytes +
-                            block * kBlock * head_dim * element;
+    const int64_t head_bytes = shape.page_tokens * shape.token_bytes();
+    std::byte* const keys = pool + page * shape.page_bytes() +
+                            (int64_t{layer} * 2 * shape.num_kv_heads + kv_head) * head_bytes +
+                            block * kBlock * shape.token_bytes();
     std::byte* const values = keys + shape.num_kv_heads * head_bytes;
     if (shape.kv_type == KvType::float32) {
         auto* const to_k = reinterpret_cast<float*>(keys) + lane;
         for (int64_t d = 0; d < head_dim; ++d) to_k[d * kBlock] = k[d];
-        std::memcpy(values + lane * head_dim * element, v, static_cast<size_t>(head_dim * element));
+        std::memcpy(values + lane * head_dim * 4, v, static_cast<size_t>(head_dim) * 4);
+        return;
+    }
+    if (shape.kv_type == KvType::int8) {
+        int8_t codes[kMaxHeadDim];
+        auto* const to_k = reinterpret_cast<int8_t*>(keys) + lane;
+        reinterpret_cast<float*>(keys + kBlock * head_dim)[lane] = round_to_codes(k, head_dim, codes);
+        for (int64_t d = 0; d < head_dim; ++d) to_k[d * kBlock] = codes[d];
+        auto* const to_v = reinterpret_cast<int8_t*>(values) + lane * head_dim;
+        reinterpret_cast<float*>(values + kBlock * head_dim)[lane] = round_to_codes(v, head_dim, to_v);
         return;
     }
     auto* const to_k = reinterpret_cast<uint16_t*>(keys) + lane * 2;
@@ -186,7 +230,11 @@ void TreeAttention::State::attend_unit(const PlannedUnit& unit, int layer, const
         .lane_sums = lane_sums.data() + row * kBlock,
         .stat_stride = shape.num_heads,
     };
-    (shape.kv_type == KvType::float32 ? kernels->attend_float32 : kernels->attend_bfloat16)(args);
+    switch (shape.kv_type) {
+        case KvType::float32: return kernels->attend_float32(args);
+        case KvType::bfloat16: return kernels->attend_bfloat16(args);
+        case KvType::int8: return kernels->attend_int8(args);
+    }
 }
 
 void TreeAttention::attend(int layer, const float* q, int64_t q_stride, const float* k, const float* v, int64_t kv_stride,

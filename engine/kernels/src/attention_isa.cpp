@@ -51,7 +51,7 @@ void attend_tile(const AttentionUnit& u, int first_row) {
         limits[r] = clamp(u.first_limit + token, 0, u.end);
         last = limits[r] > last ? limits[r] : last;
     }
-    const int64_t block_bytes = static_cast<int64_t>(kBlock) * head_dim * Storage::kBytes;
+    const int64_t block_bytes = static_cast<int64_t>(kBlock) * (head_dim * Storage::kBytes + Storage::kScaleBytes);
     Stretch here, next;
     locate(u, u.first_block, block_bytes, next);
     for (int begin = 0; begin < last; begin += kStretch) {
@@ -61,8 +61,8 @@ void attend_tile(const AttentionUnit& u, int first_row) {
         locate(u, u.first_block + begin / kBlock + kStretchBlocks, block_bytes, next);
         score_all<Storage, R, N, Ahead>(queries, stride, here, next, 0, num_blocks, head_dim, scores);
         for (int r = 0; r < R; ++r)
-            fade[r] = soften<Storage>(scores + r * kStretch, num_blocks, begin == 0 ? u.begin : 0, limits[r] - begin, largest[r],
-                                      sum[r]);
+            fade[r] = soften<Storage>(scores + r * kStretch, num_blocks, begin == 0 ? u.begin : 0, limits[r] - begin, here,
+                                      head_dim, largest[r], sum[r]);
         accumulate_all<Storage, R, N, Ahead, kPartial>(scores, here, next, num_tokens, head_dim, 0, fade, out, stride);
     }
     for (int r = 0; r < R; ++r) {
@@ -145,7 +145,7 @@ void merge(const AttentionMerge& m) {
 
 }  // namespace
 
-const AttentionKernels kAttention = {attend<Float32>, attend<Bfloat16>, merge};
+const AttentionKernels kAttention = {attend<Float32>, attend<Bfloat16>, attend<Int8>, merge};
 
 }  // namespace BRANCHLINE_ISA_NAMESPACE
 }  // namespace branchline::kernels

@@ -54,6 +54,7 @@ struct AttentionMerge {
 struct AttentionKernels {
     void (*attend_float32)(const AttentionUnit&);
     void (*attend_bfloat16)(const AttentionUnit&);
+    void (*attend_int8)(const AttentionUnit&);
     void (*merge)(const AttentionMerge&);
 };
 

@@ -34,12 +34,20 @@ constexpr bool kHasDot = false;
 struct Float32 {
     static constexpr int kTokens = 1;  // of V beside each other in a lane
     static constexpr int kBytes = 4;
+    static constexpr int kScaleBytes = 0;  // of a token
+};
+/// K block: [head_dim][16]. V block: [16][head_dim]. Then the tokens' scales, [16] floats.
+struct Int8 {
+    static constexpr int kTokens = 1;
+    static constexpr int kBytes = 1;
+    static constexpr int kScaleBytes = 4;
 };
 /// Pairs share a 32-bit lane. K block: [head_dim / 2][16][2 dimensions]. V block: [8][head_dim][2 tokens], the earlier token in
 /// the upper half, which the machine's dot product adds first.
 struct Bfloat16 {
     static constexpr int kTokens = 2;
     static constexpr int kBytes = 2;
+    static constexpr int kScaleBytes = 0;
 };
 
 template <typename A, typename B>
@@ -94,6 +102,12 @@ BRANCHLINE_INLINE void locate(const AttentionUnit& u, int first, int64_t block_b
     }
 }
 
+/// Bytes or floats, as a number of bytes from `base`.
+BRANCHLINE_INLINE const int8_t* codes_of(const float* base) { return reinterpret_cast<const int8_t*>(base); }
+BRANCHLINE_INLINE const float* scales_of(const float* base, int head_dim) {
+    return reinterpret_cast<const float*>(codes_of(base) + kBlock * head_dim);
+}
+
 /// Bring a line into the second-level cache: a stretch of K and V may be all that the first level holds.
 BRANCHLINE_INLINE void fetch(const float* p) { __builtin_prefetch(p, 0, 2); }
 
@@ -111,10 +125,17 @@ BRANCHLINE_INLINE void score(const float* queries, int query_stride, const float
         Vec k[N];
 #pragma GCC unroll 4
         for (int j = 0; j < N; ++j) {
-            k[j] = load(keys[j] + d * kLanes);
-            if constexpr (Ahead) fetch(next[j] + d * kLanes);
+            if constexpr (kSame<Storage, Int8>) {
+                k[j] = load_int8(codes_of(keys[j]) + d * kLanes);
+                if constexpr (Ahead) {
+                    if (d % 4 == 0) fetch(next[j] + d / 4 * kLanes);
+                }
+            } else {
+                k[j] = load(keys[j] + d * kLanes);
+                if constexpr (Ahead) fetch(next[j] + d * kLanes);
+            }
         }
-        if constexpr (kSame<Storage, Float32>) {
+        if constexpr (kSame<Storage, Float32> || kSame<Storage, Int8>) {
 #pragma GCC unroll 12
             for (int r = 0; r < R; ++r) {
                 const Vec q = spread(queries[r * query_stride + d]);
@@ -138,6 +159,14 @@ BRANCHLINE_INLINE void score(const float* queries, int query_stride, const float
 #pragma GCC unroll 12
                 for (int r = 0; r < R; ++r) acc[r][j] = fma(spread(queries[r * query_stride + 2 * d + 1]), second, acc[r][j]);
             }
+        }
+    }
+    if constexpr (kSame<Storage, Int8>) {
+#pragma GCC unroll 4
+        for (int j = 0; j < N; ++j) {
+            const Vec scale = load(scales_of(keys[j], head_dim));
+#pragma GCC unroll 12
+            for (int r = 0; r < R; ++r) acc[r][j] = mul(acc[r][j], scale);
         }
     }
 #pragma GCC unroll 12
@@ -178,7 +207,23 @@ BRANCHLINE_INLINE void accumulate(const float* weights, const Stretch& here, con
         const float* ahead = next.values[i] + column;
         const int left = num_tokens - i * kBlock;
         const int count = left < kBlock ? left : kBlock;
-        if constexpr (kSame<Storage, Float32>) {
+        if constexpr (kSame<Storage, Int8>) {
+            const float* w = weights + i * kBlock;
+            const int8_t* codes = codes_of(here.values[i]) + column;
+            const int8_t* codes_ahead = codes_of(next.values[i]) + column;
+            for (int t = 0; t < count; ++t, codes += head_dim, codes_ahead += head_dim) {
+                Vec x[N];
+#pragma GCC unroll 4
+                for (int j = 0; j < N; ++j) x[j] = load_int8(codes + j * kLanes);  // after its last one a token's block goes on
+                if constexpr (Ahead) fetch(reinterpret_cast<const float*>(codes_ahead));
+#pragma GCC unroll 12
+                for (int r = 0; r < R; ++r) {
+                    const Vec p = spread(w[r * kStretch + t]);
+#pragma GCC unroll 4
+                    for (int j = 0; j < N; ++j) acc[r][j] = fma(p, x[j], acc[r][j]);
+                }
+            }
+        } else if constexpr (kSame<Storage, Float32>) {
             const float* w = weights + i * kBlock;
             for (int t = 0; t < count; ++t, v += head_dim, ahead += head_dim) {
                 Vec x[N];
@@ -258,9 +303,10 @@ BRANCHLINE_INLINE float nearest(float x) { return (x + 12582912.0f) - 12582912.0
 
 /// One turn of a row's online softmax: scores [kStretch] become weights, of which those from `begin` (below 16) to before
 /// `limit` count. `largest` becomes the nearest whole number to the largest score so far, `sum` the weights' in each lane.
-/// Returns what earlier weights are to be multiplied with: a power of two.
+/// The weights of int8 become those of the codes. Returns what earlier weights are to be multiplied with: a power of two.
 template <typename Storage>
-BRANCHLINE_INLINE float soften(float* scores, int num_blocks, int begin, int limit, float& largest, Vec& sum) {
+BRANCHLINE_INLINE float soften(float* scores, int num_blocks, int begin, int limit, const Stretch& here, int head_dim,
+                               float& largest, Vec& sum) {
     Vec top = set1(kMasked);
     for (int i = 0; i < num_blocks; ++i) {
         Vec s = load(scores + i * kLanes);
@@ -279,6 +325,10 @@ BRANCHLINE_INLINE float soften(float* scores, int num_blocks, int begin, int lim
         if (limit < (i + 1) * kLanes) p = first_lanes(limit - i * kLanes, p, set1(0.0f));
         if (i == 0 && begin > 0) p = first_lanes(begin, set1(0.0f), p);
         sum = add(sum, p);
+        if constexpr (kSame<Storage, Int8>) {
+            p = mul(p, load(scales_of(here.values[i], head_dim)));
+            if (limit < (i + 1) * kLanes) p = first_lanes(limit - i * kLanes, p, set1(0.0f));  // nobody wrote their scales
+        }
         if constexpr (kDots<Storage>) {
             store_pairs(scores + i * (kLanes / 2), p);
         } else {

@@ -35,6 +35,10 @@ BRANCHLINE_INLINE Vec spread(float x) {
 }
 BRANCHLINE_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 BRANCHLINE_INLINE Vec load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p); }
+/// 16 whole numbers.
+BRANCHLINE_INLINE Vec load_int8(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 BRANCHLINE_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
 BRANCHLINE_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 BRANCHLINE_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
@@ -80,6 +84,10 @@ BRANCHLINE_INLINE Vec load_first(const float* p, int n) {
     return {_mm256_maskload_ps(p, _mm256_castps_si256(less_than(n, 0))),
             _mm256_maskload_ps(p + 8, _mm256_castps_si256(less_than(n, 8)))};
 }
+BRANCHLINE_INLINE __m256 eight_of(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+BRANCHLINE_INLINE Vec load_int8(const int8_t* p) { return {eight_of(p), eight_of(p + 8)}; }
 BRANCHLINE_INLINE void store(float* p, Vec x) {
     _mm256_storeu_ps(p, x.a);
     _mm256_storeu_ps(p + 8, x.b);
@@ -152,6 +160,14 @@ BRANCHLINE_INLINE Vec load_first(const float* p, int n) {
     float lanes[kLanes] = {};
     for (int i = 0; i < n; ++i) __builtin_memcpy(&lanes[i], p + i, sizeof(float));
     return load(lanes);
+}
+BRANCHLINE_INLINE Vec load_int8(const int8_t* p) {
+    using Four = int8_t __attribute__((vector_size(4)));
+    return each([&](int i) {
+        Four codes;
+        __builtin_memcpy(&codes, p + 4 * i, sizeof codes);
+        return __builtin_convertvector(codes, Quad);
+    });
 }
 BRANCHLINE_INLINE void store(float* p, Vec x) { __builtin_memcpy(p, &x, sizeof x); }
 BRANCHLINE_INLINE Vec add(const Vec& x, const Vec& y) {
