@@ -63,9 +63,8 @@ async def main(args: argparse.Namespace, console: Console, steps: Steps) -> None
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
-    # Rounded numbers decide near ties otherwise in a fork than in a fresh sequence; without them answers can be compared.
+    # Compared like with like: unrounded numbers, which decide near ties alike, and contexts that find nothing of the forks.
     exact = {} if args.fast else {"activations": "float32", "kv_dtype": "float32"}
-    # With the prefix cache the separate contexts would find what the forks computed, and each other's.
     return EngineConfig.from_dict({"model": args.model, "scheduling": {"prefix_cache": False}} | exact)
 
 

@@ -36,7 +36,7 @@ class Rows:
         rows = cls.__new__(cls)
         spec = model.attention_spec(PAGE_TOKENS)
         pool = PagePool(spec, num_pages)
-        pool.data.fill_(float("nan"))
+        pool.data.view(-1).view(torch.uint8).fill_(0xFF)  # not a number, in any dtype
         rows._start(
             NativeRunner(model, NativeAttention(spec, pool, threads=model.threads)), num_pages, NativeAttention.max_levels
         )

@@ -44,10 +44,10 @@ class TreeAttention:
         head_dim: int,
         page_tokens: int,
         scale: float,
-        bfloat16: bool,
+        kv_dtype: Literal["float32", "bfloat16", "int8"],
         isa: str = "",
     ) -> None:
-        """`bfloat16`: of K/V; else float32. `isa`: one of `attention_isas()`; "": the best that BRANCHLINE_ISA allows.
+        """`kv_dtype`: of the pool. `isa`: one of `attention_isas()`; "": the best that BRANCHLINE_ISA allows.
 
         Raises ValueError on shapes that it can't take, with the numbers, and on an instruction set that isn't there.
         """
@@ -82,6 +82,24 @@ class TreeAttention:
         q, out [T, num_heads, head_dim], k, v [T, num_kv_heads, head_dim]: float32, each token contiguous. `pool`: all its
         bytes, uint8. Raises ValueError on other sizes, with the numbers.
         """
+
+def sample(
+    logits: npt.NDArray[np.float32],
+    temperature: npt.NDArray[np.float32],
+    top_k: npt.NDArray[np.int64],
+    top_p: npt.NDArray[np.float32],
+    min_p: npt.NDArray[np.float32],
+    keys: npt.NDArray[np.uint64],
+    positions: npt.NDArray[np.int64],
+    tokens: npt.NDArray[np.int32],
+    is_bad: npt.NDArray[np.bool_],
+    pool: ThreadPool,
+) -> None:
+    """Choose a token of each row of logits [N, vocab]; the others are [N]. Modifies `tokens` and `is_bad`.
+
+    `temperature` 0: the likeliest. `top_k` 0, `top_p` 1, `min_p` 0: all. Draws with `rng.uniform(keys, positions)`.
+    A row's token depends on that row alone. Raises ValueError on sizes that don't fit, with the numbers.
+    """
 
 @final
 class Arena:
@@ -189,7 +207,7 @@ class LlamaModel:
         head: Matrix,
         rope: npt.NDArray[np.float32],
         page_tokens: int = 16,
-        kv_dtype: Literal["float32", "bfloat16"] = "bfloat16",
+        kv_dtype: Literal["float32", "bfloat16", "int8"] = "bfloat16",
         precision: Literal["int8", "exact"] | None = None,
         isa: str | None = None,
         attention_isa: str = "",
@@ -219,6 +237,7 @@ class LlamaModel:
         """Compute a step (see `branchline.engine.step`): writes its K/V into `kv`, the bytes of all pages, and the logits of
         `logit_tokens` into `logits` [N, vocab]. Levels: (qo_indptr, kv_indptr, kv_indices, last_page_len), root first.
 
-        A token's logits depend on its own branch alone (given its levels), not on the rest of the batch or the threads.
+        A token's logits depend on the tokens before it alone, bit for bit: not on the rest of the batch, the threads, or where
+        its branch was forked.
         Raises ValueError, before anything is written, on arrays that don't fit or numbers out of range.
         """

@@ -102,11 +102,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             native on the CPU where `attention` is "auto" and `dtype` is "float32", if it can take the model; else torch,
             which dequantises the weights.
         activations: inputs of quantised weights on native. "int8": rounded to 8 bits, as llama.cpp does; near ties between
-            tokens may fall otherwise than in float32, and otherwise in a fork than in a fresh sequence. "float32": not
-            rounded, at half the speed.
+            tokens may fall otherwise than in float32. "float32": not rounded, at half the speed.
         quantize: what the native engine makes of weights that the model's files have as plain numbers, while it loads them:
             "q8_0" (8 bits) or "q4_1" (4 bits; the embedding and the head get 8); None: they stay.
         kv_dtype: of K and V in the page pool; "auto": on native float32 if all weights are, else bfloat16; on torch `dtype`.
+            "int8": each token's vector of a head rounded to 8 bits of its own scale; half of bfloat16's memory.
         attention: a backend's module name in `branchline.engine.attention`; "auto" takes the device's best. Torch's only.
         pool_bytes: size of the K/V pool; None: room for `pool_tokens`.
         pool_tokens: tokens of the pool when `pool_bytes` is None.
@@ -131,7 +131,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     compute: Literal["auto", "native", "torch"] = "auto"
     activations: Literal["int8", "float32"] = "int8"
     quantize: Literal["q8_0", "q4_1"] | None = None
-    kv_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     attention: str = "auto"
     pool_bytes: int | None = None
     pool_tokens: int = 32768

@@ -24,6 +24,7 @@ from branchline.engine.model.chat_template import ChatTemplate
 from branchline.engine.model.native import NativeModel, NativeRunner, open_model
 from branchline.engine.model.runner import DTYPES, LoadedModel, ModelRunner, Runner
 from branchline.engine.model.sampler import Sampler
+from branchline.engine.model.sampler_native import NativeSampler
 from branchline.engine.model.tokenizer import Tokenizer, load_tokenizer
 from branchline.engine.swap import SwapSpace
 from branchline.engine.threads import set_compute_threads
@@ -77,7 +78,7 @@ class Engine:
             config,
             tree=tree,
             runner=computed.runner,
-            sampler=Sampler(model.model_config.vocab_size, config.max_batch),
+            sampler=computed.sampler,
             tokenizer=tokenizer,
             encoder=self._encoder,
             context_length=context_length,
@@ -228,6 +229,7 @@ class _Computed:
 
     pool: PagePool
     runner: Runner
+    sampler: Sampler
     max_levels: int
     dtype: str
     attention: str
@@ -247,6 +249,7 @@ def _torch(config: EngineConfig, model: LoadedModel) -> _Computed:
     return _Computed(
         pool=pool,
         runner=ModelRunner(model, backend),
+        sampler=Sampler(model.model_config.vocab_size, config.max_batch),
         max_levels=backend.max_levels,
         dtype=config.dtype,
         attention=attention_class.__module__.rpartition(".")[2],
@@ -258,6 +261,7 @@ def _native(config: EngineConfig, model: NativeModel) -> _Computed:
     return _Computed(
         pool=pool,
         runner=NativeRunner(model, NativeAttention(pool.spec, pool, threads=model.threads)),
+        sampler=NativeSampler(model.model_config.vocab_size, config.max_batch, model.threads),
         max_levels=NativeAttention.max_levels,
         dtype=model.formats,
         attention="native",

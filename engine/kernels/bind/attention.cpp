@@ -61,18 +61,18 @@ void bind_attention(nb::module_& m) {
         .def(
             "__init__",
             [](TreeAttention* self, int num_layers, int num_heads, int num_kv_heads, int head_dim, int page_tokens, float scale,
-               bool bfloat16, const std::string& isa) {
+               const std::string& kv_dtype, const std::string& isa) {
                 const AttentionShape shape{.num_layers = num_layers,
                                            .num_heads = num_heads,
                                            .num_kv_heads = num_kv_heads,
                                            .head_dim = head_dim,
                                            .page_tokens = page_tokens,
                                            .scale = scale,
-                                           .kv_type = bfloat16 ? KvType::bfloat16 : KvType::float32};
+                                           .kv_type = require_kv_type(kv_dtype)};
                 new (self) TreeAttention(shape, isa);
             },
             nb::kw_only(), "num_layers"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "page_tokens"_a, "scale"_a,
-            "bfloat16"_a, "isa"_a = "")
+            "kv_dtype"_a, "isa"_a = "")
         .def_prop_ro("isa", &TreeAttention::isa)
         .def_prop_ro("page_bytes", [](const TreeAttention& self) { return self.shape().page_bytes(); })
         .def(

@@ -8,5 +8,6 @@ namespace branchline::kernels {
 void bind_linear(nanobind::module_& m);
 void bind_attention(nanobind::module_& m);
 void bind_model(nanobind::module_& m);
+void bind_sampling(nanobind::module_& m);
 
 }  // namespace branchline::kernels

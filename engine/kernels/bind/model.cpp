@@ -64,12 +64,6 @@ void init_layer(LlamaLayer* self, const FloatVector& attention_norm, const std::
                           .down_bias = floats(down_bias)};
 }
 
-KvType require_kv_type(const std::string& name) {
-    if (name == "float32") return KvType::float32;
-    if (name == "bfloat16") return KvType::bfloat16;
-    throw std::invalid_argument("kv_dtype '" + name + "': expected float32 or bfloat16");
-}
-
 Precision require_precision(const std::string& name) {
     if (name == "int8") return Precision::int8;
     if (name == "exact") return Precision::exact;

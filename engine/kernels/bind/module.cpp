@@ -8,4 +8,5 @@ NB_MODULE(_kernels, m) {
     branchline::kernels::bind_linear(m);
     branchline::kernels::bind_attention(m);
     branchline::kernels::bind_model(m);
+    branchline::kernels::bind_sampling(m);
 }

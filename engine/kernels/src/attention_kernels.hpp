@@ -8,9 +8,9 @@ namespace branchline::kernels {
 
 /// The attention of some query tokens to a run of K/V, in one layer and one kv head.
 ///
-/// Rows are (query token, query head of the kv head), token first. Row r of token i = r / group sees the first
-/// min(num_kv, first_limit + i) tokens of the run; at least one row sees at least one. A run begins at a multiple of 16
-/// tokens; a block is 16 tokens of K or V of this head and layer.
+/// Rows are (query token, query head of the kv head), token first. A run lies in consecutive blocks of a segment, a block 16
+/// tokens of K or V of this head and layer. Its tokens are counted from the beginning of its first block, and go from `begin`
+/// to before `end`: row r of token i = r / group sees those before first_limit + i. At least one row sees at least one.
 struct AttentionUnit {
     const float* q;  // the first token's first query head of this kv head
     int64_t q_stride;  // floats from token to token
@@ -24,14 +24,19 @@ struct AttentionUnit {
     int32_t num_queries;  // tokens
     int32_t group;  // query heads per kv head
     int32_t head_dim;
-    int32_t num_kv;
+    int32_t begin;  // below 16
+    int32_t end;
     int32_t first_limit;
+    int32_t phase;  // the position, modulo 16, of a block's first token
+    bool continues;  // the partial results are of the tokens before the run, and go on
+    bool goes_on;  // another unit will continue them: lane_sums are wanted
     float scale;  // to logits of base 2
     float* out;  // [num_queries, …, group, head_dim]: unnormalised
     int64_t out_stride;  // floats from token to token
-    float* max;  // [num_queries, …, group]: each row's largest logit, base 2
+    float* max;  // [num_queries, …, group]: each row's largest logit, base 2, rounded to a whole number
     float* sum;  // the same: its sum of exp2(logit - max)
-    int64_t stat_stride;
+    float* lane_sums;  // [num_queries, …, group, 16]: the same of each position modulo 16
+    int64_t stat_stride;  // of max and sum, from token to token
 };
 
 /// The partial results of one token, of all its heads.
@@ -49,6 +54,7 @@ struct AttentionMerge {
 struct AttentionKernels {
     void (*attend_float32)(const AttentionUnit&);
     void (*attend_bfloat16)(const AttentionUnit&);
+    void (*attend_int8)(const AttentionUnit&);
     void (*merge)(const AttentionMerge&);
 };
 

@@ -35,6 +35,10 @@ BRANCHLINE_INLINE Vec spread(float x) {
 }
 BRANCHLINE_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
 BRANCHLINE_INLINE Vec load_first(const float* p, int n) { return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p); }
+/// 16 whole numbers.
+BRANCHLINE_INLINE Vec load_int8(const int8_t* p) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+}
 BRANCHLINE_INLINE void store(float* p, Vec a) { _mm512_storeu_ps(p, a); }
 BRANCHLINE_INLINE Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 BRANCHLINE_INLINE Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
@@ -80,6 +84,10 @@ BRANCHLINE_INLINE Vec load_first(const float* p, int n) {
     return {_mm256_maskload_ps(p, _mm256_castps_si256(less_than(n, 0))),
             _mm256_maskload_ps(p + 8, _mm256_castps_si256(less_than(n, 8)))};
 }
+BRANCHLINE_INLINE __m256 eight_of(const int8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+BRANCHLINE_INLINE Vec load_int8(const int8_t* p) { return {eight_of(p), eight_of(p + 8)}; }
 BRANCHLINE_INLINE void store(float* p, Vec x) {
     _mm256_storeu_ps(p, x.a);
     _mm256_storeu_ps(p + 8, x.b);
@@ -153,6 +161,14 @@ BRANCHLINE_INLINE Vec load_first(const float* p, int n) {
     for (int i = 0; i < n; ++i) __builtin_memcpy(&lanes[i], p + i, sizeof(float));
     return load(lanes);
 }
+BRANCHLINE_INLINE Vec load_int8(const int8_t* p) {
+    using Four = int8_t __attribute__((vector_size(4)));
+    return each([&](int i) {
+        Four codes;
+        __builtin_memcpy(&codes, p + 4 * i, sizeof codes);
+        return __builtin_convertvector(codes, Quad);
+    });
+}
 BRANCHLINE_INLINE void store(float* p, Vec x) { __builtin_memcpy(p, &x, sizeof x); }
 BRANCHLINE_INLINE Vec add(const Vec& x, const Vec& y) {
     return each([&](int i) { return x.v[i] + y.v[i]; });
@@ -214,9 +230,13 @@ BRANCHLINE_INLINE float sum_of(const Vec& x) {
 
 #endif
 
-/// 2^x of x <= 0; below kLeastPower as if x were that. Relative error at most 3e-7; 2^0 is 1 exactly.
-BRANCHLINE_INLINE Vec exp2(Vec x) {
-    x = max(x, set1(kLeastPower));
+/// 2^n of whole n <= 0, exactly; below kLeastPower as if n were that.
+BRANCHLINE_INLINE Vec power_of_two(Vec n) { return scale_by_power(set1(1.0f), max(n, set1(kLeastPower))); }
+
+/// 2^(x - shift) of a whole `shift` >= x - 1; powers below kLeastPower as if they were that. Relative error at most 3e-7.
+///
+/// The fraction of x alone is rounded: results for two shifts differ by exactly a power of two.
+BRANCHLINE_INLINE Vec exp2(Vec x, Vec shift) {
     const Vec whole = round(x);
     const Vec f = sub(x, whole);  // in [-1/2, 1/2]: a minimax polynomial of degree 5 with p(0) = 1
     Vec p = fma(set1(0.00132764721678f), f, set1(0.00967554133102f));
@@ -224,7 +244,7 @@ BRANCHLINE_INLINE Vec exp2(Vec x) {
     p = fma(p, f, set1(0.24022119724f));
     p = fma(p, f, set1(0.693146967065f));
     p = fma(p, f, set1(1.0f));
-    return scale_by_power(p, whole);
+    return scale_by_power(p, max(sub(whole, shift), set1(kLeastPower)));
 }
 
 }  // namespace

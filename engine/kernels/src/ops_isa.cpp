@@ -2,6 +2,7 @@
 
 #include "branchline/kernels/ops.hpp"
 
+#include "exponential.hpp"
 #include "simd.hpp"
 
 namespace branchline::kernels::BRANCHLINE_ISA_NAMESPACE {
@@ -50,27 +51,6 @@ void rope(const float* factors, int64_t num_heads, int64_t head_dim, float* x) {
             head[half + i] = b * cosines[i] + a * sines[i];
         }
     }
-}
-
-// e^x by 2^n · p(r), Cephes' polynomial (Moshier, expf): 2 units in the last place within the bounds that it clamps to.
-template <typename V, typename I>
-BRANCHLINE_INLINE V exponential(V x) {
-    const V zero = {};
-    const V high = zero + 88.0f, low = zero - 87.0f;
-    x = x > high ? high : x;
-    x = x < low ? low : x;
-    const V shifted = x * 1.44269504088896341f + 12582912.0f;  // 1.5 · 2^23: the sum's low bits are the nearest integer
-    const I bits = (I)shifted;
-    const V n = shifted - 12582912.0f;
-    const V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    V p = zero + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    return (V)((I)p + (bits << 23));
 }
 
 typedef float Float1 __attribute__((vector_size(4), may_alias));

@@ -131,13 +131,16 @@ int main() {
     ThreadPool threads(2);
     int failures = 0;
     for (const std::string& isa : attention_isas()) {
-        for (const KvType type : {KvType::float32, KvType::bfloat16}) {
+        for (const KvType type : {KvType::float32, KvType::bfloat16, KvType::int8}) {
             for (const int head_dim : {24, 64, 128}) {
                 const double error = largest_error(isa, type, head_dim, threads);
                 const bool holds = error <= (type == KvType::float32 ? 1e-5 : 2e-2);
                 failures += !holds;
                 std::printf("%s%s, %s, head_dim %d: largest error %.2g\n", holds ? "" : "FAILED: ", isa.c_str(),
-                            type == KvType::float32 ? "float32" : "bfloat16", head_dim, error);
+                            type == KvType::float32    ? "float32"
+                            : type == KvType::bfloat16 ? "bfloat16"
+                                                       : "int8",
+                            head_dim, error);
             }
         }
     }

@@ -17,7 +17,8 @@ from branchline.engine.errors import ConfigError
 from branchline.engine.step import Int32Array, Level, Step
 
 ISAS = _kernels.attention_isas()
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
+# Against K/V as the pool has them; of int8 the numbers that its codes stand for.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.int8: 1e-4}
 DTYPES = list(TOLERANCE)
 
 
@@ -26,18 +27,44 @@ def backend_on(spec: AttentionSpec, pool: PagePool, isa: str = "", threads: int 
 
 
 def open_on(spec: AttentionSpec, forest: Forest, isa: str = "", threads: int = 1) -> AttentionBackend:
-    """A backend whose pool has the forest's content."""
+    """A backend whose pool has the forest's content. `spec` of int8: a pool of its own, for a forest in float32."""
 
     class Chosen(Backend):
         def __init__(self, spec: AttentionSpec, pool: PagePool) -> None:
             super().__init__(spec, pool, isa=isa, threads=_kernels.ThreadPool(threads))
 
-    return attach(Chosen, spec, forest)
+    if spec.dtype != torch.int8:
+        return attach(Chosen, spec, forest)
+    pool = PagePool(spec, forest.pool.num_pages)
+    instance = Chosen(spec, pool)
+    instance.write_pages(torch.arange(pool.num_pages), forest.pool.data)
+    return instance
+
+
+def laid_out(spec: AttentionSpec, roots: list[Segment | Row]) -> Forest:
+    """A forest for `open_on`. Of int8 in float32, but with numbers that 8 bits hold."""
+    if spec.dtype != torch.int8:
+        return build(spec, roots)
+    forest = build(dataclasses.replace(spec, dtype=torch.float32), roots)
+    for piece in {id(piece): piece for path in forest.paths for piece in path}.values():
+        piece.kv = rounded(piece.kv)
+        for i in range(len(piece.kv)):
+            page, offset = piece.pages[i // spec.page_tokens], i % spec.page_tokens
+            written = ~forest.pool.data[page, :, :, :, offset].isnan()
+            forest.pool.data[page, :, :, :, offset] = torch.where(written, piece.kv[i], torch.nan)
+    return forest
+
+
+def rounded(vectors: torch.Tensor) -> torch.Tensor:
+    """Each vector [head_dim] as 8 bits of its own scale have it."""
+    scales = vectors.abs().amax(-1, keepdim=True) / 127
+    return (vectors / scales).round() * scales
 
 
 def queries(spec: AttentionSpec, num_tokens: int, seed: int = 7) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn((num_tokens, spec.num_heads, spec.head_dim), generator=generator).to(spec.dtype)
+    numbers = torch.randn((num_tokens, spec.num_heads, spec.head_dim), generator=generator)
+    return numbers if spec.dtype == torch.int8 else numbers.to(spec.dtype)
 
 
 def attend(instance: AttentionBackend, forest: Forest, q: torch.Tensor) -> torch.Tensor:
@@ -46,7 +73,7 @@ def attend(instance: AttentionBackend, forest: Forest, q: torch.Tensor) -> torch
 
 
 def agree(spec: AttentionSpec, roots: list[Segment | Row], isa: str) -> None:
-    forest = build(spec, roots)
+    forest = laid_out(spec, roots)
     q = queries(spec, forest.num_tokens)
     expected = dense(spec, forest, 0, q)
     got = attend(open_on(spec, forest, isa), forest, q)
@@ -114,12 +141,12 @@ def test_pages_of_several_blocks(dtype: torch.dtype, page_tokens: int, monkeypat
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_results_do_not_depend_on_the_number_of_threads(dtype: torch.dtype) -> None:
     spec = spec_of(num_heads=6, num_kv_heads=2, head_dim=64, num_layers=1, dtype=dtype)
-    forest = build(spec, [segment(1100, *(Row(i) for i in range(70)), Row(3, 40)), *deep_tree()])
+    forest = laid_out(spec, [segment(1100, *(Row(i) for i in range(70)), Row(3, 40)), *deep_tree()])
     q = queries(spec, forest.num_tokens)
     first = open_on(spec, forest)
     expected = attend(first, forest, q)
     for threads in (1, 2, 3):
-        again = backend_on(spec, forest.pool, threads=threads)
+        again = backend_on(spec, first.pool, threads=threads)
         for _ in range(3):
             assert torch.equal(attend(again, forest, q), expected)
 
@@ -130,7 +157,7 @@ def test_a_rows_result_does_not_depend_on_the_others(isa: str, dtype: torch.dtyp
     """The same branches alone, in pairs and all together: also where tiles of query rows fall otherwise."""
     spec = spec_of(num_heads=14, num_kv_heads=2, head_dim=64, num_layers=1, dtype=dtype)
     rows = [Row(i * 9 % 140) for i in range(11)]
-    forest = build(spec, [segment(700, *rows)])
+    forest = laid_out(spec, [segment(700, *rows)])
     q = queries(spec, forest.num_tokens)
     together = open_on(spec, forest, isa)
     expected = attend(together, forest, q)
@@ -144,13 +171,13 @@ def test_a_rows_result_does_not_depend_on_the_others(isa: str, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_prompt_gives_the_same_in_chunks_of_any_size(dtype: torch.dtype) -> None:
     spec = spec_of(num_heads=6, num_kv_heads=2, head_dim=64, num_layers=1, dtype=dtype)
-    whole = build(spec, [Row(0, 700)])
+    whole = laid_out(spec, [Row(0, 700)])
     q, (k, v) = queries(spec, 700), new_kv(whole, 0)
     expected = attend(open_on(spec, whole), whole, q)
     slots = whole.step.write_slots
     for size in (130, 256):
         pool = PagePool(spec, whole.pool.num_pages)
-        pool.data.fill_(float("nan"))
+        pool.data.view(-1).view(torch.uint8).fill_(0xFF)  # not a number, in any dtype
         instance = backend_on(spec, pool)
         for begin in range(0, 700, size):
             end = min(begin + size, 700)
@@ -164,6 +191,32 @@ def test_a_prompt_gives_the_same_in_chunks_of_any_size(dtype: torch.dtype) -> No
             step = _step_with(whole, slots[begin:end], _ints([0, end - begin]), (level,))
             instance.plan(step)
             assert torch.equal(instance.attend(0, q[begin:end], k[begin:end], v[begin:end]), expected[begin:end])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_int8_costs_little(isa: str) -> None:
+    """Numbers that 8 bits don't hold: each is off by at most half a 127th of its vector's largest."""
+    spec = spec_of(num_heads=6, num_kv_heads=2, head_dim=64, num_layers=1, dtype=torch.int8)
+    exact = dataclasses.replace(spec, dtype=torch.float32)
+    forest = build(exact, [segment(150, Row(0), Row(20, 3), Row(31)), Row(300)])
+    q = queries(spec, forest.num_tokens)
+    expected = dense(exact, forest, 0, q)
+    error = (attend(open_on(spec, forest, isa), forest, q).double() - expected).norm() / expected.norm()
+    assert 1e-4 < error < 1.5e-2
+
+
+def test_int8_pages_read_as_they_were_written_and_what_is_not_finite_shows() -> None:
+    spec = spec_of(head_dim=24, dtype=torch.int8)
+    pool = PagePool(spec, 3)
+    instance = backend_on(spec, pool)
+    assert PagePool.page_bytes(spec) == pool.data[0].numel() == 2 * 2 * 2 * 16 * (24 + 4)
+    content = rounded(torch.randn(2, 2, 2, 2, 16, 24))
+    content[0, 1, 0, 1, 5] = 0.0
+    content[1, 0, 1, 0, 3, 7] = float("inf")
+    instance.write_pages(torch.tensor([2, 0]), content)
+    content[1, 0, 1, 0, 3] = float("nan")
+    torch.testing.assert_close(instance.read_pages(torch.tensor([2, 0])), content, equal_nan=True)
+    assert not instance.read_pages(torch.tensor([1])).any()
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -192,7 +245,7 @@ def test_shapes_that_it_refuses(field: str, value: object, param: str) -> None:
 
 def test_steps_that_contradict_themselves() -> None:
     spec = spec_of(num_layers=1)
-    forest = build(spec, [segment(20, Row(3), Row(4))])
+    forest = laid_out(spec, [segment(20, Row(3), Row(4))])
     instance = open_on(spec, forest)
     level, tail = forest.step.levels
     outside = Level(tail.qo_indptr, tail.kv_indptr, tail.kv_indices + 1000, tail.last_page_len)
@@ -212,7 +265,7 @@ def test_steps_that_contradict_themselves() -> None:
 
 def test_inputs_of_another_size_than_planned() -> None:
     spec = spec_of(num_layers=1)
-    forest = build(spec, [Row(3), Row(4)])
+    forest = laid_out(spec, [Row(3), Row(4)])
     instance = open_on(spec, forest)
     instance.plan(forest.step)
     k, v = new_kv(forest, 0)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
+from branchline.engine import _kernels
+from branchline.engine.model.sampler import Sampler
+from branchline.engine.model.sampler_native import NativeSampler
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -14,3 +18,12 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["torch", "native-1", "native-2"], scope="package")
+def make(request: pytest.FixtureRequest) -> Callable[[int, int], Sampler]:
+    """A sampler of a vocabulary's size and so many slots; the native one on one thread and on two."""
+    if request.param == "torch":
+        return Sampler
+    threads = _kernels.ThreadPool(int(request.param[-1]))
+    return lambda vocab_size, max_batch: NativeSampler(vocab_size, max_batch, threads)

@@ -1,8 +1,9 @@
-"""Sampling against a naive reference, and what a row may and may not depend on."""
+"""Both samplers against a naive reference, and what a row may and may not depend on."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from branchline.engine.types import SamplingParams
 
 from .statistics import assert_fits
 
+Make = Callable[[int, int], Sampler]
 VOCAB = 40
 Floats = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -66,9 +68,9 @@ params_strategy = st.builds(
 
 @settings(max_examples=100, deadline=None)
 @given(rows=st.lists(params_strategy, min_size=1, max_size=6), seed=st.integers(0, 2**32))
-def test_against_the_naive_reference(rows: list[SamplingParams], seed: int) -> None:
+def test_against_the_naive_reference(make: Make, rows: list[SamplingParams], seed: int) -> None:
     rng = np.random.default_rng(seed)
-    sampler = Sampler(VOCAB, 16)
+    sampler = make(VOCAB, 16)
     slots = rng.permutation(16)[: len(rows)].astype(np.int32)
     prompts = [rng.integers(0, VOCAB, 5).astype(np.int32) for _ in rows]
     outputs: list[list[int]] = [[] for _ in rows]
@@ -115,10 +117,10 @@ def drawn_rightly(logits: Floats, params: SamplingParams, token: int, drawn: flo
     ],
     ids=str,
 )
-def test_frequencies_of_every_filter(params: SamplingParams) -> None:
+def test_frequencies_of_every_filter(make: Make, params: SamplingParams) -> None:
     draws, vocab = 8000, 12
     logits = np.random.default_rng(3).normal(0, 0.6, vocab).astype(np.float32)
-    sampler = Sampler(vocab, 100)
+    sampler = make(vocab, 100)
     for slot in range(100):
         sampler.add(slot, params, slot * 7919 + 1)
     counts = np.zeros(vocab)
@@ -141,24 +143,24 @@ MIX = [
 ]
 
 
-def mixed_sampler(vocab: int, count: int) -> Sampler:
-    sampler = Sampler(vocab, count)
+def mixed_sampler(make: Make, vocab: int, count: int) -> Sampler:
+    sampler = make(vocab, count)
     for slot in range(count):
         sampler.add(slot, MIX[slot % len(MIX)], 1000 + slot, np.arange(slot % 9, dtype=np.int32))
     return sampler
 
 
 @pytest.mark.parametrize("vocab", [1000, 49152])
-def test_a_row_does_not_depend_on_the_others(vocab: int) -> None:
+def test_a_row_does_not_depend_on_the_others(make: Make, vocab: int) -> None:
     count = 14
     logits = torch.randn(count, vocab, generator=torch.Generator().manual_seed(5)) * 3
     positions = np.arange(count) * 11
     slots = np.arange(count)
-    whole = mixed_sampler(vocab, count).sample(logits.clone(), slots, positions)
+    whole = mixed_sampler(make, vocab, count).sample(logits.clone(), slots, positions)
     rng = np.random.default_rng(1)
     for size in (1, 1, 2, 5, count):
         some = rng.permutation(count)[:size]
-        part = mixed_sampler(vocab, count).sample(logits[some].clone(), slots[some], positions[some])
+        part = mixed_sampler(make, vocab, count).sample(logits[some].clone(), slots[some], positions[some])
         assert part.tokens.tolist() == whole.tokens[some].tolist()
         for i, row in enumerate(some.tolist()):
             assert (i in part.logprobs) == (row in whole.logprobs)
@@ -167,18 +169,36 @@ def test_a_row_does_not_depend_on_the_others(vocab: int) -> None:
                 assert part.logprobs[i].top_logprobs.tolist() == whole.logprobs[row].top_logprobs.tolist()
 
 
+@pytest.mark.parametrize("spread", [0.5, 3.0])
+def test_both_samplers_choose_the_same_of_a_large_vocabulary(make: Make, spread: float) -> None:
+    """But for numbers on the border of two tokens, where sums of float32 round otherwise."""
+    vocab, wanted = 49152, [
+        SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_k=1000),
+        SamplingParams(top_k=40_000), SamplingParams(top_p=0.3), SamplingParams(top_p=0.9999), SamplingParams(min_p=0.05),
+        SamplingParams(top_k=900, top_p=0.8, min_p=0.001, temperature=1.5), SamplingParams(top_k=20, top_p=0.5),
+    ]  # fmt: skip
+    logits = torch.randn(len(wanted), vocab, generator=torch.Generator().manual_seed(8)) * spread
+    logits[:, 100:140] = logits.amax(-1, keepdim=True) - 1.0  # ties
+    found = []
+    for sampler in (Sampler(vocab, len(wanted)), make(vocab, len(wanted))):
+        for slot, params in enumerate(wanted):
+            sampler.add(slot, params, 1000 + slot)
+        found.append(np.stack([sample(sampler, logits.clone(), position).tokens for position in range(25)]))
+    assert (found[0] != found[1]).mean() < 0.01
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), "all -inf"])
-def test_a_row_without_a_finite_maximum_is_bad_and_poisons_no_other(poison: float | str) -> None:
+def test_a_row_without_a_finite_maximum_is_bad_and_poisons_no_other(make: Make, poison: float | str) -> None:
     count = len(MIX) * 2
     logits = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(5))
-    clean = mixed_sampler(VOCAB, count).sample(logits.clone(), np.arange(count), np.arange(count))
+    clean = mixed_sampler(make, VOCAB, count).sample(logits.clone(), np.arange(count), np.arange(count))
     for row in range(count):
         spoilt = logits.clone()
         if isinstance(poison, str):
             spoilt[row] = float("-inf")
         else:
             spoilt[row, 3] = poison
-        sampler = mixed_sampler(VOCAB, count)
+        sampler = mixed_sampler(make, VOCAB, count)
         sampled = sampler.sample(spoilt, np.arange(count), np.arange(count))
         assert np.flatnonzero(sampled.bad).tolist() == [row]
         assert row not in sampled.logprobs
@@ -189,10 +209,10 @@ def test_a_row_without_a_finite_maximum_is_bad_and_poisons_no_other(poison: floa
         assert again.tokens[0] == clean.tokens[row]
 
 
-def test_forbidden_tokens_are_never_drawn() -> None:
+def test_forbidden_tokens_are_never_drawn(make: Make) -> None:
     logits = torch.full((64, 700), float("-inf"))
     logits[:, [5, 300, 650]] = torch.tensor([0.0, 1.0, 2.0])
-    sampler = Sampler(700, 64)
+    sampler = make(700, 64)
     for slot in range(64):
         sampler.add(slot, SamplingParams(top_p=0.9999), slot)
     seen: set[int] = set()
@@ -201,11 +221,11 @@ def test_forbidden_tokens_are_never_drawn() -> None:
     assert seen == {5, 300, 650}
 
 
-def test_greedy_takes_the_lowest_of_equal_ids() -> None:
+def test_greedy_takes_the_lowest_of_equal_ids(make: Make) -> None:
     logits = torch.zeros(3, VOCAB)
     logits[0, [30, 7, 12]] = 1.0
     logits[1, [VOCAB - 1, 8]] = 5.0
-    sampler = Sampler(VOCAB, 3)
+    sampler = make(VOCAB, 3)
     for slot in range(3):
         sampler.add(slot, SamplingParams(temperature=0.0), 1)
     assert sample(sampler, logits).tokens.tolist() == [7, 8, 0]
@@ -215,9 +235,9 @@ def sample(sampler: Sampler, logits: torch.Tensor, position: int = 0) -> Sampled
     return sampler.sample(logits, np.arange(len(logits)), np.full(len(logits), position))
 
 
-def test_tiny_temperature_is_greedy_and_no_overflow() -> None:
+def test_tiny_temperature_is_greedy_and_no_overflow(make: Make) -> None:
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(2)) * 1000
-    sampler = Sampler(VOCAB, 5)
+    sampler = make(VOCAB, 5)
     for slot in range(5):
         sampler.add(slot, SamplingParams(temperature=1e-30), slot)
     sampled = sample(sampler, logits)
@@ -225,21 +245,21 @@ def test_tiny_temperature_is_greedy_and_no_overflow() -> None:
     assert not sampled.bad.any()
 
 
-def test_same_key_and_position_give_the_same_token_on_any_slot() -> None:
+def test_same_key_and_position_give_the_same_token_on_any_slot(make: Make) -> None:
     logits = torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(2))
     tokens = []
     for slot in (0, 3, 9):
-        sampler = Sampler(VOCAB, 10)
+        sampler = make(VOCAB, 10)
         sampler.add(slot, SamplingParams(), 77)
         tokens.append([int(sampler.sample(logits.clone(), np.array([slot]), np.array([p])).tokens[0]) for p in range(30)])
     assert tokens[0] == tokens[1] == tokens[2]
     assert len(set(tokens[0])) > 5
 
 
-def test_logprobs_are_the_models_own_before_anything_else() -> None:
+def test_logprobs_are_the_models_own_before_anything_else(make: Make) -> None:
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(2))
     expected = torch.log_softmax(logits.double(), -1)
-    sampler = Sampler(VOCAB, 2)
+    sampler = make(VOCAB, 2)
     sampler.add(0, SamplingParams(temperature=3.0, top_k=1, logit_bias={9: 100.0}, logprobs=4), 1)
     sampler.add(1, SamplingParams(logprobs=0), 1)
     sampled = sample(sampler, logits.clone())
@@ -252,15 +272,15 @@ def test_logprobs_are_the_models_own_before_anything_else() -> None:
     assert sampled.logprobs[1].chosen == pytest.approx(float(expected[1, sampled.tokens[1]]), abs=1e-5)
 
 
-def test_logprobs_of_rows_that_did_not_ask_are_absent() -> None:
-    sampler = Sampler(VOCAB, 2)
+def test_logprobs_of_rows_that_did_not_ask_are_absent(make: Make) -> None:
+    sampler = make(VOCAB, 2)
     sampler.add(0, SamplingParams(logprobs=1), 1)
     sampler.add(1, SamplingParams(), 1)
     assert list(sample(sampler, torch.zeros(2, VOCAB)).logprobs) == [0]
 
 
-def test_a_slot_forgets_what_was_there() -> None:
-    sampler = Sampler(VOCAB, 1)
+def test_a_slot_forgets_what_was_there(make: Make) -> None:
+    sampler = make(VOCAB, 1)
     logits = torch.zeros(1, VOCAB)
     logits[0, :2] = torch.tensor([5.0, 4.5])
     penal = SamplingParams(temperature=0.0, presence_penalty=1.0)
@@ -275,21 +295,21 @@ def test_a_slot_forgets_what_was_there() -> None:
     sampler.remove(0)
 
 
-def test_penalties_count_hundreds_of_different_tokens() -> None:
+def test_penalties_count_hundreds_of_different_tokens(make: Make) -> None:
     vocab = 500
-    sampler = Sampler(vocab, 1)
+    sampler = make(vocab, 1)
     sampler.add(0, SamplingParams(temperature=0.0, presence_penalty=2.0), 1)
     logits = torch.linspace(1.0, 0.0, vocab)[None]
     assert [int(sample(sampler, logits.clone()).tokens[0]) for _ in range(vocab)] == list(range(vocab))
 
 
-def test_no_rows_at_all() -> None:
-    sampled = Sampler(VOCAB, 1).sample(torch.zeros(0, VOCAB), np.zeros(0, np.int32), np.zeros(0, np.int32))
+def test_no_rows_at_all(make: Make) -> None:
+    sampled = make(VOCAB, 1).sample(torch.zeros(0, VOCAB), np.zeros(0, np.int32), np.zeros(0, np.int32))
     assert len(sampled.tokens) == len(sampled.bad) == 0
 
 
-def test_bias_outside_the_vocabulary_is_refused_and_changes_nothing() -> None:
-    sampler = Sampler(VOCAB, 1)
+def test_bias_outside_the_vocabulary_is_refused_and_changes_nothing(make: Make) -> None:
+    sampler = make(VOCAB, 1)
     sampler.add(0, SamplingParams(temperature=0.0), 1)
     with pytest.raises(InvalidParameterError, match=f"token {VOCAB}: expected ids from 0 to {VOCAB - 1}"):
         sampler.add(0, SamplingParams(logit_bias={VOCAB: 1.0}), 1)
@@ -298,10 +318,10 @@ def test_bias_outside_the_vocabulary_is_refused_and_changes_nothing() -> None:
     assert sample(sampler, logits).tokens[0] == 4
 
 
-def test_all_greedy_rows_cost_one_pass() -> None:
+def test_all_greedy_rows_cost_one_pass(make: Make) -> None:
     """64 greedy rows of a large vocabulary: no softmax, no copy. A multiple of a plain argmax's time, with room for noise."""
     logits = torch.randn(64, 49152, generator=torch.Generator().manual_seed(2))
-    sampler = Sampler(49152, 64)
+    sampler = make(49152, 64)
     for slot in range(64):
         sampler.add(slot, SamplingParams(temperature=0.0), 1)
 

@@ -32,7 +32,8 @@ class AttentionSpec:
 class PagePool:
     """The K/V memory of an engine: one allocation, page-major.
 
-    `data` has shape [pages, layers, 2, kv_heads, page_tokens, head_dim] (2: K, then V), so that one page is one contiguous
+    `data` has shape [pages, layers, 2, kv_heads, page_tokens, head_dim] (2: K, then V; in int8 head_dim + 4, the bytes of
+    each vector's scale), so that one page is one contiguous
     block of bytes (a swap or a transfer is one copy) and a layer's view is FlashInfer's HND layout. A backend may arrange the
     elements of each [page_tokens, head_dim] in an order of its own: others read and write through `AttentionBackend.read_pages`
     and `write_pages`.
@@ -41,7 +42,7 @@ class PagePool:
     def __init__(self, spec: AttentionSpec, num_pages: int) -> None:
         self.spec = spec
         self.num_pages = num_pages
-        shape = (num_pages, spec.num_layers, 2, spec.num_kv_heads, spec.page_tokens, spec.head_dim)
+        shape = (num_pages, spec.num_layers, 2, spec.num_kv_heads, spec.page_tokens, self._width(spec))
         if spec.device.type == "cpu":
             self.data = _untouched_zeros(shape, spec.dtype)
         else:
@@ -50,7 +51,12 @@ class PagePool:
     @staticmethod
     def page_bytes(spec: AttentionSpec) -> int:
         """Bytes of one page."""
-        return spec.num_layers * 2 * spec.num_kv_heads * spec.page_tokens * spec.head_dim * spec.dtype.itemsize
+        return spec.num_layers * 2 * spec.num_kv_heads * spec.page_tokens * PagePool._width(spec) * spec.dtype.itemsize
+
+    @staticmethod
+    def _width(spec: AttentionSpec) -> int:
+        """Elements of a token's K or V of one head."""
+        return spec.head_dim + (torch.float32.itemsize if spec.dtype == torch.int8 else 0)
 
     def write(self, layer: int, pages: torch.Tensor, offsets: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Write K/V of T tokens of one layer. Modifies the pages named and nothing else.
@@ -118,7 +124,8 @@ class AttentionBackend(abc.ABC):
         self.copy_pages(Step(none, none, none, none, none, (), *copies))
 
     def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
-        """K/V of pages [n] int64, in the contract's order: a copy [n, layers, 2, kv_heads, page_tokens, head_dim]."""
+        """K/V of pages [n] int64, in the contract's order: a copy [n, layers, 2, kv_heads, page_tokens, head_dim] (of int8:
+        in float32)."""
         return self.pool.data[pages]
 
     def write_pages(self, pages: torch.Tensor, kv: torch.Tensor) -> None:

@@ -34,7 +34,7 @@ DENSE = ("F32", "F16", "BF16")
 FORMATS = (*DENSE, "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # what `_kernels.Matrix.pack` takes
 QUANTIZE_ROWS = 4096  # rows that are quantised at once, so that their float32 values don't double the model
 Precision = Literal["int8", "exact"]
-KvDtype = Literal["float32", "bfloat16"]
+KvDtype = Literal["float32", "bfloat16", "int8"]
 logger = logging.getLogger(__name__)
 
 
@@ -108,7 +108,7 @@ def why_not_native(model_config: ModelConfig, source: TensorSource, config: Engi
             head_dim=model_config.head_dim,
             page_tokens=config.page_tokens,
             scale=1.0,
-            bfloat16=_kv_dtype(source, config) == "bfloat16",
+            kv_dtype=_kv_dtype(source, config),
         )
     except ValueError as err:
         return f"its attention can't: {err}"

@@ -27,7 +27,7 @@ from branchline.engine.models.find import find_architecture
 from branchline.engine.step import Step
 
 TIED_HEAD = frozenset({"lm_head.weight"})
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 logger = logging.getLogger(__name__)
 
 

@@ -150,6 +150,16 @@ class Sampler:
         adjusted = np.flatnonzero(self._is_adjusted[slots])
         if len(adjusted):
             _adjust(logits, adjusted, [self._adjustments[slot] for slot in slots[adjusted].tolist()])
+        tokens, bad = self._choose(logits, slots, positions)
+        for row in adjusted[~bad[adjusted]].tolist():
+            self._adjustments[int(slots[row])].count(int(tokens[row]))
+        logprobs = self._row_logprobs(raw, asking, slots, tokens, bad) if raw is not None else {}
+        return Sampled(tokens, bad, logprobs)
+
+    def _choose(
+        self, logits: torch.Tensor, slots: npt.NDArray[np.integer], positions: npt.NDArray[np.integer]
+    ) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
+        """(tokens, bad) of adjusted logits."""
         # The first of equal maxima; a NaN anywhere in a row is its maximum.
         peaks, best = logits.max(dim=-1)
         bad = ~torch.isfinite(peaks).cpu().numpy()
@@ -158,10 +168,7 @@ class Sampler:
         if len(drawing):
             tokens[drawing] = self._draw(logits, drawing, slots[drawing], positions[drawing])
         tokens[bad] = 0
-        for row in adjusted[~bad[adjusted]].tolist():
-            self._adjustments[int(slots[row])].count(int(tokens[row]))
-        logprobs = self._row_logprobs(raw, asking, slots, tokens, bad) if raw is not None else {}
-        return Sampled(tokens, bad, logprobs)
+        return tokens, bad
 
     def _draw(
         self,

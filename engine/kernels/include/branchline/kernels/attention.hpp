@@ -12,13 +12,19 @@
 
 namespace branchline::kernels {
 
-enum class KvType { float32, bfloat16 };
+enum class KvType { float32, bfloat16, int8 };
+
+/// "float32", "bfloat16" or "int8". Throws std::invalid_argument.
+KvType require_kv_type(const std::string& name);
 
 /// Shapes of a model's attention and of its pool of K/V. `scale` multiplies the logits (usually head_dim ** -0.5).
 ///
 /// A page's bytes are [layers][2: K, V][kv_heads][blocks], a block 16 tokens, so that a page's size is that of
 /// [layers, 2, kv_heads, page_tokens, head_dim]. Blocks, float32: K [head_dim][16], V [16][head_dim]. bfloat16, in pairs:
-/// K [head_dim / 2][16][2], V [8][head_dim][2]: two dimensions of a token, two tokens of a dimension.
+/// K [head_dim / 2][16][2], V [8][head_dim][2]: two dimensions of a token, two tokens of a dimension, the later one first.
+/// int8: as float32, then the tokens' scales, float32 [16]: a token's vector is its scale times its codes, and takes
+/// head_dim + 4 bytes. (One scale for a page would have to be raised as the page fills, and its codes rounded again: K/V would
+/// depend on the steps that they came by.)
 struct AttentionShape {
     int num_layers = 0;
     int num_heads = 0;
@@ -28,6 +34,8 @@ struct AttentionShape {
     float scale = 0.0f;
     KvType kv_type = KvType::float32;
 
+    /// Bytes of one token's K, or V, of one head.
+    int64_t token_bytes() const;
     int64_t page_bytes() const;
 };
 
@@ -45,10 +53,11 @@ std::vector<std::string> attention_isas();
 
 /// Attention of one engine: plan a step, then attend in each of its layers. Used by one thread at a time.
 ///
-/// Each segment's K/V is read once for all the queries below it, in splits of 512 tokens; partial softmaxes are merged in
-/// the order of levels and splits. A row's result depends on neither the number of threads nor the other rows of the step
-/// (given the same levels of its own). float32 K/V: products in float32. bfloat16 K/V: the same after widening or, on
-/// avx512bf16, products of bfloat16 queries and weights, summed in float32.
+/// Each segment's K/V is read once for all the queries below it. A branch is cut into splits of 512 tokens, counted from its
+/// first position; their partial softmaxes are merged in that order. A row's result depends on its own query, K and V alone,
+/// bit for bit: not on the other rows, the number of threads, or how its K/V is cut into levels and pages, so that a forked
+/// branch computes what the same tokens in one sequence would. float32 K/V: products in float32. bfloat16 K/V: the same after
+/// widening (int8 likewise) or, on avx512bf16, products of bfloat16 queries and weights, summed in float32.
 class TreeAttention {
   public:
     /// `isa`: one of `attention_isas()`; empty: the best that BRANCHLINE_ISA allows.
