@@ -127,6 +127,21 @@ def test_a_cancelled_request_gives_all_back(cancel_s: float) -> None:
     assert outcome.lost_pages == 0
 
 
+def test_a_context_goes_on_when_all_that_waited_for_it_were_cancelled() -> None:
+    trace = make_trace(
+        "childless",
+        arrival_s=np.zeros(3),
+        prompt_tokens=ints(400, 4, 4),
+        output_tokens=ints(0, 2, 2),
+        parent=ints(NO_PARENT, 0, 0),
+        cancel_s=np.array([np.inf, 150.0, 150.0]),
+    )
+    outcome = run(trace, replace(SMALL, step_time=PLAIN))
+    assert outcome.fate.tolist() == [Fate.COMPLETED, Fate.CANCELLED, Fate.CANCELLED]
+    assert outcome.computed_tokens == 399
+    assert outcome.lost_pages == 0
+
+
 def test_deadlines_that_can_not_be_met_are_dropped() -> None:
     trace = one(100, 50, services=(Service(deadline_ms=5000),))
     assert run(trace, replace(SMALL, step_time=PLAIN)).count(Fate.DROPPED) == 1

@@ -27,21 +27,24 @@ from branchline.load.simulate.workloads import make_workload, workload_names
 
 LOADS = "0.5,0.8,1,1.5,2,3,4"
 SATURATION_REQUESTS = 3000
-SMOKE_REQUESTS = 2000
+# Goodput is taken while requests arrive: with few of them the time in which the engine fills would weigh too much.
+SMOKE_STEADY_REQUESTS, SMOKE_MIXED_REQUESTS = 6000, 2000
 
 
 def smoke(workers: int) -> dict[str, Any]:
     """The few figures by which a change of the scheduler is judged: twice the load that the engine can do, all policies."""
     engine = SimulatedEngine()
-    steady = make_workload("poisson", SMOKE_REQUESTS)
+    steady = make_workload("poisson", SMOKE_STEADY_REQUESTS)
     rate = saturation_rate(steady, engine)
     policy = engine.scheduling.policy
     saturated, doubled = run_all(steady, engine, [policy], [1.0, 2.0], rate=rate, workers=workers)
-    mix = make_workload("mixed", SMOKE_REQUESTS)
+    mix = make_workload("mixed", SMOKE_MIXED_REQUESTS)
     runs = run_all(mix, engine, policy_names(), [2.0], rate=saturation_rate(mix, engine), workers=workers)
     reports = [run.report for run in (saturated, doubled, *runs)]
+    # At load 1 the engine now and then lacks work; what it does when it always has some is the stricter measure.
+    most = max(saturated.goodput, rate * float(steady.output_tokens.mean()))
     return {
-        "goodput_ratio_2x": doubled.goodput / saturated.goodput,
+        "goodput_ratio_2x": doubled.goodput / most,
         "lost_pages": sum(report["lost_pages"] for report in reports),
         "starved": sum(report["starved"] for report in reports),
         "fairness_gap_tokens": next(run.report["fairness_gap_tokens"] for run in runs if run.policy == policy),

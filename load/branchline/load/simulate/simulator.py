@@ -230,7 +230,7 @@ class Simulator(Listener):
         parent = int(self.trace.parent[request])
         if parent != NO_PARENT:
             self._children_left[parent] -= 1
-            if not self._children_left[parent]:
+            if not self._children_left[parent] and self.outcome.fate[parent] != Fate.OPEN:
                 self._release(parent)
         for child in self._orphans.pop(request, ()):
             self._start(child, self.now)
