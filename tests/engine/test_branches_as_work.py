@@ -113,6 +113,32 @@ def test_releasing_the_parent_releases_the_child_that_it_would_adopt(client: Rec
     assert client.engine.stats().branches == 0
 
 
+def test_appends_are_answered_before_an_adopt(client: Recorder) -> None:
+    root = client.context(PROMPT)
+    (child,) = client.fork(root)
+    client.run(child, max_tokens=5, ignore_eos=True)
+    client.send(Append(root, TokenIds((1, 2, 3))), Append(child, TokenIds((4, 5))), Adopt(root, child))
+    assert client.inspect(root).num_tokens == 67
+    lengths = [(event.branch, event.num_tokens) for event in client.events if isinstance(event, Ready)]
+    assert sorted(lengths) == [(root, 60), (root, 63), (child, 67)]
+
+
+def test_the_pin_stays_with_the_branch_that_adopts(tiny_model: Path) -> None:
+    with load(tiny_model, pool_tokens=640) as engine:
+        client = Recorder(engine)
+        root = client.context(TokenIds(tuple(range(150))), pin=True)
+        (child,) = client.fork(root)
+        client.send(Append(child, TokenIds((1, 2))), Adopt(root, child))
+        client.inspect(root)
+        for i in range(10):
+            client.run(client.context(TokenIds((i,) * 150)), max_tokens=5)
+        client.run(root, max_tokens=5)
+        # What nobody else held was kept, too.
+        assert engine.stats().recomputed_tokens == 0
+        engine.close_session(client.session)
+        assert_empty(engine)
+
+
 # --- race ---------------------------------------------------------------------------------------------------------------
 
 
@@ -160,6 +186,27 @@ def test_bad_races_change_nothing(client: Recorder) -> None:
         client.send(command)
         assert client.wait(Failed).error.code == code
     assert client.run(first, max_tokens=3).tokens == client.run(second, max_tokens=3).tokens
+
+
+def test_a_loser_that_was_to_be_adopted_fails_its_parent(client: Recorder) -> None:
+    root = client.context(PROMPT)
+    loser, winner = client.fork(root, 2)
+    client.wait(Ready)
+    client.generate(loser, max_tokens=300, ignore_eos=True)
+    client.generate(winner, max_tokens=3, ignore_eos=True)
+    client.send(Race((loser, winner), 900, 1), Adopt(root, loser))
+    assert client.wait(Raced).winners == (winner,)
+    assert client.failure(root).error.code == "released_branch"
+
+
+def test_a_race_in_which_a_branch_has_failed_before(client: Recorder) -> None:
+    good = client.context(PROMPT)
+    bad = client.context(TokenIds((1,) * 5000))
+    client.failure(bad)
+    client.send(Race((bad, good), 900, 2))
+    client.generate(good, max_tokens=3, ignore_eos=True)
+    raced = client.wait(Raced)
+    assert (raced.winners, raced.losers) == ((good,), (bad,))
 
 
 # --- tenants and deadlines ----------------------------------------------------------------------------------------------
@@ -224,6 +271,20 @@ def test_what_can_not_meet_its_deadline_is_dropped(tiny_model: Path) -> None:
         client.send(Cancel(1))
         # The branch is as it was, and can be used.
         assert client.run(late, max_tokens=5, ignore_eos=True).tokens
+
+
+def test_deadlines_and_timings_count_from_when_the_command_came(tiny_model: Path) -> None:
+    """Also while it waits for its branch's turn."""
+    with load(tiny_model) as engine:
+        client = Recorder(engine)
+        root = client.context(PROMPT)
+        client.run(root, max_tokens=50, ignore_eos=True)
+        first = client.generate(root, max_tokens=2000, ignore_eos=True)
+        late = client.generate(root, max_tokens=5, service=Service(deadline_ms=20.0))
+        last = client.generate(root, max_tokens=1, ignore_eos=True)
+        assert client.failure(root, late).error.code == "deadline_exceeded"
+        long, short = client.output(first).finished.timing, client.output(last).finished.timing
+        assert short.total_s > 0.9 * long.total_s
 
 
 def test_service_out_of_range(client: Recorder) -> None:

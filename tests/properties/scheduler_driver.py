@@ -75,7 +75,7 @@ class Driver:
         assert work.strand.length(self.tree) == len(job.prompt)
         self._end(job, "computed")
 
-    def dropped(self, work: Work, err: BranchlineError) -> None:
+    def dropped(self, work: Work, slot: int | None, err: BranchlineError) -> None:
         self._end(self.jobs.pop(work), err.code)
 
     # --- one step ---------------------------------------------------------------------------------------------------

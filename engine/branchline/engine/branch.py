@@ -19,6 +19,14 @@ if TYPE_CHECKING:
 Sink = Callable[[tuple[Event, ...]], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A command that waits for its branch's turn. `at`: monotonic seconds when it came; deadlines and timings count from it."""
+
+    command: Context | Append | Generate
+    at: float
+
+
 @dataclass(slots=True, eq=False)
 class ForkInto:
     """A `Fork` or `Attach` that waits for its parent's turn; the children exist already, without K/V."""
@@ -42,7 +50,7 @@ class GoInto:
     parent: Branch
 
 
-Queued = Context | Append | Generate | Inspect | Pin | ForkInto | AdoptFrom | GoInto
+Queued = Asked | Inspect | Pin | ForkInto | AdoptFrom | GoInto
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +74,7 @@ class Branch:
         cached_told: tokens found in the prefix cache that `Ready` events have told of.
         queue: commands that wait for what runs now.
         work: what runs or waits for a slot now.
-        service: of what was last appended.
+        service, asked_at: of what was last appended.
         waits_to_go: its turn to be adopted has come.
         race: that its next generation takes part in.
         error: set when a command failed; all later ones fail with FailedBranchError.
@@ -86,6 +94,7 @@ class Branch:
     queue: deque[Queued] = field(default_factory=deque)
     work: Work | None = None
     service: Service = DEFAULT_SERVICE
+    asked_at: float = 0.0
     tokenizing: bool = False
     waits_to_go: bool = False
     race: RunningRace | None = None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
-from branchline.engine.branch import AdoptFrom, Branch, ForkInto, GoInto, Session
+from branchline.engine.branch import AdoptFrom, Asked, Branch, ForkInto, GoInto, Session
 from branchline.engine.errors import (
     BranchlineError,
     DuplicateBranchError,
@@ -73,7 +74,10 @@ class CommandRunner:
                     request = command.request if isinstance(command, Generate | Inspect) else None
                     emit_failed(session, command.branch, err, request)
                 else:
-                    branch.queue.append(command)
+                    if isinstance(command, Append | Generate):
+                        branch.queue.append(Asked(command, time.monotonic()))
+                    else:
+                        branch.queue.append(command)
                     if isinstance(command, Generate):
                         self._turns.join_waiting_append(branch)
                     self._turns.touch(branch)
@@ -95,12 +99,15 @@ class CommandRunner:
         kept = _kept_after_release(branch)
         while len(branch.queue) > kept:
             queued = branch.queue.pop()
-            if isinstance(queued, Generate):
-                emit_cancelled(branch, queued)
+            if isinstance(queued, Asked):
+                if isinstance(queued.command, Generate):
+                    emit_cancelled(branch, queued.command)
             elif isinstance(queued, Inspect):
                 emit_failed(branch.session, branch.id, _released_error(branch.id), queued.request)
             elif isinstance(queued, AdoptFrom):
                 self.release(queued.child)
+            elif isinstance(queued, GoInto):
+                self._turns.touch(queued.parent)
         if kept == 0 and branch.work is not None:
             self._stop_work(branch.work)
         if branch.race is not None:
@@ -121,7 +128,7 @@ class CommandRunner:
         branch.made = True
         branch.key = ROOT_KEY
         branch.strand.pinned = command.pin
-        branch.queue.append(command)
+        branch.queue.append(Asked(command, time.monotonic()))
         self._turns.touch(branch)
 
     def _fork(self, session: Session, command: Fork) -> None:
@@ -210,10 +217,11 @@ class CommandRunner:
         except BranchlineError as err:
             emit_failed(session, command.branch, err)
             return
-        waiting = [queued for queued in branch.queue if isinstance(queued, Generate)]
+        waiting = [queued for queued in branch.queue if isinstance(queued, Asked) and isinstance(queued.command, Generate)]
         for queued in waiting:
             branch.queue.remove(queued)
-            emit_cancelled(branch, queued)
+            if isinstance(queued.command, Generate):
+                emit_cancelled(branch, queued.command)
         if branch.work is not None and branch.work.generation is not None:
             self._stop_work(branch.work)
         elif waiting and branch.race is not None:

@@ -83,8 +83,10 @@ class Generations(Listener):
         assert isinstance(work, Work)
         self.turns.work_ended(work.branch)
 
-    def dropped(self, work: ScheduledWork, err: BranchlineError) -> None:
+    def dropped(self, work: ScheduledWork, slot: int | None, err: BranchlineError) -> None:
         assert isinstance(work, Work)
+        if slot is not None and work.generation is not None:
+            self._sampler.remove(slot)
         self._failed(work, err)
 
     # --- steps ------------------------------------------------------------------------------------------------------

@@ -29,8 +29,8 @@ class RunningRace:
 
     def begin(self, release: Callable[[Branch], None]) -> None:
         """All branches take part from now on."""
-        self.still_in = set(self.branches)
-        for branch in self.branches:
+        self.still_in = {branch for branch in self.branches if branch.error is None}
+        for branch in self.still_in:
             branch.race = self
         self._judge(release)
 

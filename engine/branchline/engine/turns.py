@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 import numpy as np
 
 from branchline.engine._core import BranchTree, OutOfBranchesError
-from branchline.engine.branch import AdoptFrom, Branch, ChatState, ForkInto, GoInto, Queued
+from branchline.engine.branch import AdoptFrom, Asked, Branch, ChatState, ForkInto, GoInto, Queued
 from branchline.engine.content import ContentEncoder, is_short
 from branchline.engine.errors import (
     BranchlineError,
@@ -19,6 +19,7 @@ from branchline.engine.errors import (
     EngineOverloadedError,
     FailedBranchError,
     InvalidRequestError,
+    ReleasedBranchError,
 )
 from branchline.engine.model.rng import branch_key
 from branchline.engine.outbox import emit, emit_failed
@@ -101,8 +102,8 @@ class Turns:
             self._scheduler.remove(work, time.monotonic())
             branch.work = None
 
-    def answer_ready(self, branch: Branch) -> None:
-        """Send the `Ready` events that are owed: all but the branch's last token is computed."""
+    def answer_ready(self, branch: Branch, *, computed: bool = True) -> None:
+        """Send the `Ready` events that are owed: all but the branch's last token is computed, or needn't be any more."""
         if not branch.unanswered or not branch.made or branch.error is not None:
             return
         now = time.monotonic()
@@ -112,7 +113,7 @@ class Turns:
         branch.cached_told = branch.strand.cached
         for added, began in branch.unanswered:
             length += added
-            of_these = min(found, added)
+            of_these = min(found, added) if computed else added
             found -= of_these
             emit(branch.session, Ready(branch.id, length, added - of_these, now - began))
         branch.unanswered.clear()
@@ -150,8 +151,8 @@ class Turns:
             try:
                 self._turn(branch, command)
             except BranchlineError as err:
-                if isinstance(command, Generate):
-                    self.fail_generation(branch, command.request, err)
+                if isinstance(command, Asked) and isinstance(command.command, Generate):
+                    self.fail_generation(branch, command.command.request, err)
                 elif isinstance(command, Inspect):
                     emit_failed(branch.session, branch.id, err, command.request)
                 else:
@@ -172,15 +173,19 @@ class Turns:
 
     def _turn(self, branch: Branch, command: Queued) -> None:
         match command:
-            case Context() | Append():
-                branch.service = command.service.validate()
-                self._extend(branch, command.content)
-            case Generate():
-                self._start_generation(branch, command)
+            case Asked(command=Generate() as generate, at=at):
+                self._start_generation(branch, generate, at)
+            case Asked(command=Context() | Append() as append, at=at):
+                branch.service, branch.asked_at = append.service.validate(), at
+                self._extend(branch, append.content)
             case Pin(pinned=False):
                 branch.strand.pinned = False
             case GoInto():
                 self._end_race(branch)
+                if branch.unanswered and not self._brought_back(branch):
+                    branch.queue.appendleft(command)
+                    return
+                self.answer_ready(branch)
                 branch.waits_to_go = True
                 self.touch(command.parent)
             case AdoptFrom():
@@ -261,7 +266,8 @@ class Turns:
 
     def _start_flush(self, branch: Branch) -> None:
         now = time.monotonic()
-        work = Work(strand=branch.strand, tenant=branch.tenant, submitted=now, service=branch.service, branch=branch)
+        submitted = branch.asked_at if branch.unanswered else now
+        work = Work(strand=branch.strand, tenant=branch.tenant, submitted=submitted, service=branch.service, branch=branch)
         try:
             self._scheduler.add(work, now)
         except BranchlineError as err:
@@ -269,7 +275,7 @@ class Turns:
         else:
             branch.work = work
 
-    def _start_generation(self, branch: Branch, command: Generate) -> None:
+    def _start_generation(self, branch: Branch, command: Generate, submitted: float) -> None:
         params = command.params.validate()
         service = command.service.validate()
         self._check_params(params)
@@ -291,7 +297,7 @@ class Turns:
         work = Work(
             strand=strand,
             tenant=branch.tenant,
-            submitted=now,
+            submitted=submitted,
             service=service,
             max_tokens=max_tokens,
             branch=branch,
@@ -331,7 +337,7 @@ class Turns:
 
     @staticmethod
     def _can_adopt(command: AdoptFrom) -> bool:
-        return command.child.waits_to_go or command.child.error is not None
+        return command.child.waits_to_go or command.child.released or command.child.error is not None
 
     def _adopt(self, branch: Branch, command: AdoptFrom) -> None:
         child = command.child
@@ -339,6 +345,13 @@ class Turns:
             raise FailedBranchError(
                 f"branch {child.id} can't be adopted, an earlier command on it failed: {child.error.message}"
             )
+        if child.released:
+            raise ReleasedBranchError(f"branch {child.id} can't be adopted: it lost a race, and was released")
+        self.answer_ready(branch, computed=False)
+        if branch.strand.pinned:
+            # In its next turn, with all of the K/V there.
+            branch.queue.appendleft(Pin(branch.id))
+        child.strand.pinned = False
         self._cache.release(branch.strand)
         branch.strand, child.strand = child.strand, Strand()
         branch.chat = child.chat
@@ -366,8 +379,8 @@ class Turns:
             case AdoptFrom():
                 self.release(command.child)
                 emit_failed(branch.session, branch.id, err)
-            case Generate():
-                self.fail_generation(branch, command.request, err)
+            case Asked(command=Generate() as generate):
+                self.fail_generation(branch, generate.request, err)
             case Inspect():
                 emit_failed(branch.session, branch.id, err, command.request)
             case _:

@@ -115,9 +115,16 @@ class KvCache:
             self._let_go(node)
 
     def rewind(self, strand: Strand, num_tokens: int) -> None:
-        """Cut a strand that is in no batch down to its first tokens."""
-        self.give_up(strand)
-        strand.pending = strand.pending[:num_tokens]
+        """Cut a strand that is in no batch down to its first tokens; the last of them is pending then."""
+        keep, node = num_tokens - 1, strand.node
+        if node is not None and self._tree.shared_length(node) <= keep < self._tree.length(node):
+            self.drop_swapped(strand)
+            strand.pending = self._tree.tokens(node)[keep:num_tokens]
+            self._tree.truncate(node, keep)
+        else:
+            pinned = strand.pinned
+            self.give_up(strand)
+            strand.pending, strand.pinned = strand.pending[:num_tokens], pinned
         strand.computed = min(strand.computed, num_tokens)
 
     def park(self, strand: Strand) -> None:

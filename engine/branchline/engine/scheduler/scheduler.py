@@ -54,8 +54,8 @@ class Listener(Protocol):
     def computed(self, work: Work) -> None:
         """A work without generation is done, and out."""
 
-    def dropped(self, work: Work, err: BranchlineError) -> None:
-        """It can't be done, and is out."""
+    def dropped(self, work: Work, slot: int | None, err: BranchlineError) -> None:
+        """It can't be done, and is out; `slot`: the one that it had."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,7 +332,7 @@ class Scheduler:
         except OutOfBranchesError as err:
             self._forget(work)
             self.counters.dropped += 1
-            self._listener.dropped(work, EngineOverloadedError(f"no branch is free ({err}): release some"))
+            self._listener.dropped(work, None, EngineOverloadedError(f"no branch is free ({err}): release some"))
             return
         self.slots.take(work, self._room.tokens_promised(work))
         work.started = now if work.started is None else work.started
@@ -509,6 +509,7 @@ class Scheduler:
 
     def _drop(self, work: Work, err: BranchlineError, now: float) -> None:
         """A work can't be done: it is taken out."""
+        slot = work.slot
         self.counters.dropped += 1
         self.remove(work, now)
-        self._listener.dropped(work, err)
+        self._listener.dropped(work, slot, err)

@@ -149,7 +149,7 @@ class Simulator(Listener):
         assert isinstance(work, SimulatedWork)
         self._computed.append(work.request)
 
-    def dropped(self, work: Work, err: BranchlineError) -> None:
+    def dropped(self, work: Work, slot: int | None, err: BranchlineError) -> None:
         assert isinstance(work, SimulatedWork)
         self._end(work.request, Fate.DROPPED)
 
