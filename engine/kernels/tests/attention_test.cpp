@@ -1,5 +1,5 @@
-// Holds tree attention on every instruction set that the machine has against plain loops in double, without Python: for machines
-// that only an emulator runs. Exits with 1 if something failed.
+// Holds tree attention on every instruction set that the machine has against plain loops in double, without Python: for
+// machines that only an emulator runs. Exits with 1 if something failed.
 
 #include <algorithm>
 #include <cmath>
