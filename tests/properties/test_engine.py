@@ -102,8 +102,8 @@ def assert_nothing_left(engine: Engine, driver: Driver) -> None:
     assert scheduler.slots.num_free == engine._loop._config.max_batch
     assert scheduler.cache.num_parked == 0
     assert all(tenant.works == tenant.running == tenant.branches == 0 for tenant in scheduler.tenants.all)
-    assert not scheduler._held
-    assert not scheduler._with_deadline
+    assert not scheduler._in_flight._held
+    assert not scheduler._deadlines._works
     assert not scheduler._prefilling
     swap = scheduler.cache._swap
     assert swap is None or swap.num_free == len(swap._places)

@@ -6,10 +6,13 @@ from collections.abc import Iterator
 
 from branchline.engine._core import BranchTree
 from branchline.engine.config import SchedulingConfig
+from branchline.engine.errors import PoolTooSmallError, TenantLimitError
 from branchline.engine.scheduler.kv_cache import KvCache
 from branchline.engine.scheduler.lengths import OutputLengths
 from branchline.engine.scheduler.policies.base import Policy
 from branchline.engine.scheduler.slots import Slots
+from branchline.engine.scheduler.strand import Strand
+from branchline.engine.scheduler.tenants import Tenants
 from branchline.engine.scheduler.work import Work
 
 # Outputs are promised pages for the length that this share of them doesn't pass.
@@ -26,6 +29,7 @@ class Room:
         tree: BranchTree,
         config: SchedulingConfig,
         policy: Policy,
+        tenants: Tenants,
         cache: KvCache,
         slots: Slots,
         lengths: OutputLengths,
@@ -33,12 +37,36 @@ class Room:
         self._tree = tree
         self._config = config
         self._policy = policy
+        self._tenants = tenants
         self._cache = cache
         self._slots = slots
         self._lengths = lengths
         self._may_yield = config.preemption and type(policy).may_preempt is not Policy.may_preempt
         self._refused: Work | None = None
         self._trials_to_skip = 0
+
+    def check_fits(self, strand: Strand, num_tokens: int) -> None:
+        """Raises PoolTooSmallError, or TenantLimitError, if a strand that has `num_tokens` beyond what its node holds can't
+        be held even when it is alone."""
+        tree = self._tree
+        if strand.node is None:
+            need = -(-num_tokens // tree.page_tokens)
+        else:
+            _, _, shared_pages, private_pages, _ = tree.describe(strand.node)
+            need = shared_pages + private_pages + tree.pages_needed(strand.node, num_tokens)
+        if need > tree.num_pages:
+            raise PoolTooSmallError(
+                f"{num_tokens} tokens need {need} pages of {tree.page_tokens} with what the branch holds: "
+                f"the pool has {tree.num_pages} in all; shorten the text or max_tokens, or give the engine a larger pool"
+            )
+        if self._config.isolate_tenants:
+            tenant = self._tenants.all[strand.tenant]
+            limit = tenant.config.max_pages
+            if limit is not None and need > limit:
+                raise TenantLimitError(
+                    f"{num_tokens} tokens need {need} pages of {tree.page_tokens} with what the branch holds: "
+                    f"tenant {tenant.name!r} may own {limit}; shorten the text or max_tokens"
+                )
 
     def expected_output(self, work: Work) -> int:
         """Tokens that the work is expected to generate yet."""

@@ -18,18 +18,18 @@ from branchline.engine._core import BranchTree, OutOfBranchesError, OutOfPagesEr
 from branchline.engine.config import SchedulingConfig
 from branchline.engine.errors import (
     BranchlineError,
-    DeadlineError,
     EngineOverloadedError,
     PoolExhaustedError,
-    PoolTooSmallError,
-    TenantLimitError,
 )
+from branchline.engine.scheduler.deadlines import Deadlines
+from branchline.engine.scheduler.in_flight import InFlight
 from branchline.engine.scheduler.kv_cache import CopyPage, KvCache
 from branchline.engine.scheduler.lengths import OutputLengths
 from branchline.engine.scheduler.policies.find import find_policy
 from branchline.engine.scheduler.queue import WaitingQueue
 from branchline.engine.scheduler.room import Room
 from branchline.engine.scheduler.slots import Slots
+from branchline.engine.scheduler.step_plan import StepPlan
 from branchline.engine.scheduler.step_times import StepTimes
 from branchline.engine.scheduler.strand import Strand
 from branchline.engine.scheduler.tenants import Tenant, Tenants
@@ -37,9 +37,6 @@ from branchline.engine.scheduler.work import Work
 from branchline.engine.swap import SwapSpace
 
 Int32Array = npt.NDArray[np.int32]
-# A deadline is missed when even an output shorter than this share of them would end too late.
-_SHORT_OUTPUT = 0.1
-_LATE_CHECK_S = 0.005
 
 
 class Listener(Protocol):
@@ -56,29 +53,6 @@ class Listener(Protocol):
 
     def dropped(self, work: Work, slot: int | None, err: BranchlineError) -> None:
         """It can't be done, and is out; `slot`: the one that it had."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan:
-    """A step that the core has planned.
-
-    Attributes:
-        num_tokens: in all rows.
-        slots, logit_tokens, positions: [N] of the rows that want a token: their slots, the packed index of their last token,
-            and the position that the new token will have.
-        chunks: the works that prefill, with how many tokens.
-    """
-
-    num_tokens: int
-    slots: Int32Array
-    logit_tokens: Int32Array
-    positions: Int32Array
-    chunks: list[tuple[Work, int]]
-
-    @property
-    def prefill_tokens(self) -> int:
-        """Tokens of rows that prefill."""
-        return sum(count for _, count in self.chunks)
 
 
 @dataclass(slots=True)
@@ -124,24 +98,19 @@ class Scheduler:
         self.counters = Counters()
         self.queue = WaitingQueue(self._policy)
         self.slots = Slots(max_batch)
-        self._room = Room(tree, config, self._policy, self.cache, self.slots, self.lengths)
+        self._room = Room(tree, config, self._policy, self.tenants, self.cache, self.slots, self.lengths)
         self._prefilling: dict[Work, None] = {}
-        # Works that wait because a running one computes the same prefix, by that prefix.
-        self._held: dict[tuple[int, int, bytes], list[Work]] = {}
-        self._num_held = 0
-        self._with_deadline: set[Work] = set()
-        self._check_late_at = 0.0
+        self._in_flight = InFlight(self.cache, self.queue, tree.page_tokens, enabled=config.prefix_cache)
+        self._deadlines = Deadlines(self.slots, self.lengths, self.times)
         self._blocked_since: float | None = None
         self._began = 0.0
-        self._active: dict[Tenant, None] = {}
-        self._last_counter = 0.0
         self._last_end: float | None = None
         self._ends_per_s = 0.0
 
     @property
     def num_waiting(self) -> int:
         """Works that have no slot."""
-        return len(self.queue) + self._num_held
+        return len(self.queue) + len(self._in_flight)
 
     @property
     def num_running(self) -> int:
@@ -161,35 +130,16 @@ class Scheduler:
             )
 
     def check_fits(self, strand: Strand, num_tokens: int) -> None:
-        """Raises PoolTooSmallError, or TenantLimitError, if a strand that has `num_tokens` beyond what its node holds can't
-        be held even when it is alone."""
-        tree = self._tree
-        if strand.node is None:
-            need = -(-num_tokens // tree.page_tokens)
-        else:
-            _, _, shared_pages, private_pages, _ = tree.describe(strand.node)
-            need = shared_pages + private_pages + tree.pages_needed(strand.node, num_tokens)
-        if need > tree.num_pages:
-            raise PoolTooSmallError(
-                f"{num_tokens} tokens need {need} pages of {tree.page_tokens} with what the branch holds: "
-                f"the pool has {tree.num_pages} in all; shorten the text or max_tokens, or give the engine a larger pool"
-            )
-        if self._config.isolate_tenants:
-            tenant = self.tenants.all[strand.tenant]
-            limit = tenant.config.max_pages
-            if limit is not None and need > limit:
-                raise TenantLimitError(
-                    f"{num_tokens} tokens need {need} pages of {tree.page_tokens} with what the branch holds: "
-                    f"tenant {tenant.name!r} may own {limit}; shorten the text or max_tokens"
-                )
+        """See `Room.check_fits`."""
+        self._room.check_fits(strand, num_tokens)
 
     def add(self, work: Work, now: float) -> None:
         """Let a work wait for its turn. Raises TenantLimitError when its tenant's tokens of this minute are used up."""
         work.tenant.check_rate(now)
-        self._lift(work.tenant, now)
-        work.tenant.works += 1
-        if work.deadline is not None:
-            self._with_deadline.add(work)
+        if work.tenant.works == 0:
+            self.slots.charge_all(self.tenants.all, now)
+        self.tenants.work_came(work.tenant)
+        self._deadlines.add(work)
         self._enqueue(work)
 
     def remove(self, work: Work, now: float, *, ended: bool = False) -> None:
@@ -216,8 +166,8 @@ class Scheduler:
     def begin(self, now: float) -> StepPlan | None:
         """Decide what runs, and plan the step. None: nothing runs."""
         self._began = now
-        if self._with_deadline and now >= self._check_late_at:
-            self._drop_late(now)
+        for work, missed in self._deadlines.missed(now):
+            self._drop(work, missed, now)
         while True:
             if self.num_waiting:
                 self._admit(now)
@@ -293,7 +243,7 @@ class Scheduler:
             work = self.queue.head(passed_over)
             if work is None:
                 break
-            if self._hold(work):
+            if self._in_flight.hold(work):
                 continue
             if self._room.is_over_limit(work):
                 passed_over.add(work.tenant)
@@ -345,8 +295,7 @@ class Scheduler:
             work.in_flight = None
         elif work.prefill_left:
             self._prefilling[work] = None
-            if work.in_flight is not None:
-                self._held.setdefault(work.in_flight, [])
+            self._in_flight.began(work)
         else:
             work.in_flight = None
             self._computed(work, now)
@@ -391,7 +340,7 @@ class Scheduler:
             return
         del self._prefilling[work]
         self.cache.insert(strand)
-        self._let_held_go(work)
+        self._in_flight.ended(work)
         if work.max_tokens:
             self._start_decoding(work, int(self._tree.next_tokens[slot]))
         else:
@@ -411,7 +360,7 @@ class Scheduler:
             work.strand.computed = max(work.strand.computed, work.strand.held(self._tree))
             work.decoding = False
         self._prefilling.pop(work, None)
-        self._let_held_go(work)
+        self._in_flight.ended(work)
         self.slots.give(work, now)
 
     def _yield(self, work: Work, now: float) -> None:
@@ -437,75 +386,11 @@ class Scheduler:
         if work.ticket:
             self.queue.discard(work)
             return
-        assert work.in_flight is not None
-        self._held[work.in_flight].remove(work)
-        self._num_held -= 1
-
-    def _hold(self, work: Work) -> bool:
-        """Have a work wait while another computes the page that it would compute first."""
-        strand, page_tokens = work.strand, self._tree.page_tokens
-        work.in_flight = None
-        if strand.node is not None or not self._config.prefix_cache or len(strand.pending) <= page_tokens:
-            return False
-        found, _ = self.cache.peek(strand)
-        if found + page_tokens >= len(strand.pending):
-            return False
-        work.in_flight = strand.tenant, found, strand.pending[found : found + page_tokens].tobytes()
-        held = self._held.get(work.in_flight)
-        if held is None:
-            return False
-        self.queue.discard(work)
-        held.append(work)
-        self._num_held += 1
-        return True
-
-    def _let_held_go(self, work: Work) -> None:
-        """The work computes its prefix no longer: those that waited for that look again."""
-        if work.in_flight is None:
-            return
-        held = self._held.pop(work.in_flight, [])
-        work.in_flight = None
-        self._num_held -= len(held)
-        for other in held:
-            self.queue.push(other)
-
-    def _lift(self, tenant: Tenant, now: float) -> None:
-        """A tenant that had nothing to do can't claim the service of that time."""
-        if tenant.works:
-            return
-        self.slots.charge_all(self.tenants.all, now)
-        others = [other.counter for other in self._active]
-        tenant.counter = max(tenant.counter, min(others) if others else self._last_counter)
-        self._active[tenant] = None
+        self._in_flight.remove(work)
 
     def _forget(self, work: Work) -> None:
-        self._with_deadline.discard(work)
-        tenant = work.tenant
-        tenant.works -= 1
-        if tenant.works == 0:
-            self._last_counter = tenant.counter
-            del self._active[tenant]
-
-    def _drop_late(self, now: float) -> None:
-        """Drop what would miss its deadline even if its output is short."""
-        self._check_late_at = now + _LATE_CHECK_S
-        for work in list(self._with_deadline):
-            deadline = work.deadline
-            assert deadline is not None
-            if work.slot is not None:
-                self.slots.count(work)
-            output = self.lengths.remaining(work.num_generated, work.max_tokens, _SHORT_OUTPUT) if self.lengths.known else 1
-            steps = min(output, work.max_tokens) * self.times.step_s
-            end = now + self.seconds_to_compute(work.prefill_left) + steps
-            if end > deadline:
-                self._drop(
-                    work,
-                    DeadlineError(
-                        f"it would end {1000 * (end - deadline):.0f} ms after its deadline of {work.service.deadline_ms:g} ms, "
-                        f"with {work.num_generated} tokens generated by now: allow more time, or ask for fewer tokens"
-                    ),
-                    now,
-                )
+        self._deadlines.discard(work)
+        self.tenants.work_went(work.tenant)
 
     def _drop(self, work: Work, err: BranchlineError, now: float) -> None:
         """A work can't be done: it is taken out."""

@@ -79,6 +79,8 @@ class Tenants:
         self._by_name: dict[str, Tenant] = {}
         self._lock = threading.Lock()
         self.all: list[Tenant] = []
+        self._with_work: dict[Tenant, None] = {}
+        self._last_counter = 0.0
 
     def get(self, name: str) -> Tenant:
         """The tenant of that name. Raises TenantLimitError after 65,536 names."""
@@ -92,6 +94,22 @@ class Tenants:
             self._by_name[name] = tenant
             self.all.append(tenant)
         return tenant
+
+    def work_came(self, tenant: Tenant) -> None:
+        """A work more is to be done for the tenant. One that had none can't claim the service of that time: its counter is
+        lifted to the least of those that have (all must be up to date), or to that of the last one that had."""
+        if tenant.works == 0:
+            others = [other.counter for other in self._with_work]
+            tenant.counter = max(tenant.counter, min(others) if others else self._last_counter)
+            self._with_work[tenant] = None
+        tenant.works += 1
+
+    def work_went(self, tenant: Tenant) -> None:
+        """A work less."""
+        tenant.works -= 1
+        if tenant.works == 0:
+            self._last_counter = tenant.counter
+            del self._with_work[tenant]
 
     def core_number(self, tenant: Tenant) -> int:
         """What the core counts its pages under, and keeps its cached prefixes under: one for all unless they are isolated."""
