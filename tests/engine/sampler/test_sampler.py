@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -318,19 +317,12 @@ def test_bias_outside_the_vocabulary_is_refused_and_changes_nothing(make: Make) 
     assert sample(sampler, logits).tokens[0] == 4
 
 
-def test_all_greedy_rows_cost_one_pass(make: Make) -> None:
-    """64 greedy rows of a large vocabulary: no softmax, no copy. A multiple of a plain argmax's time, with room for noise."""
+def test_greedy_rows_leave_the_logits_alone(make: Make) -> None:
+    """64 greedy rows of a large vocabulary: nothing is divided, copied or masked on the way to the likeliest token."""
     logits = torch.randn(64, 49152, generator=torch.Generator().manual_seed(2))
+    before = logits.clone()
     sampler = make(49152, 64)
     for slot in range(64):
         sampler.add(slot, SamplingParams(temperature=0.0), 1)
-
-    def best(work: Any) -> float:
-        times = []
-        for _ in range(7):
-            began = time.process_time()
-            work()
-            times.append(time.process_time() - began)
-        return min(times)
-
-    assert best(lambda: sample(sampler, logits)) < 5 * best(lambda: logits.max(dim=-1)) + 0.005
+    assert sample(sampler, logits).tokens.tolist() == before.argmax(dim=-1).tolist()
+    assert torch.equal(logits, before)
