@@ -25,7 +25,8 @@ def when(engine: Engine, holds: Callable[[EngineStats], bool]) -> EngineStats:
 
 
 def test_work_that_waits_is_counted_by_its_class(tiny_model: Path) -> None:
-    config = EngineConfig.from_dict({"model": str(tiny_model), "pool_tokens": 4096, "max_batch": 1})
+    fcfs = {"policy": "fcfs"}  # nobody yields
+    config = EngineConfig.from_dict({"model": str(tiny_model), "pool_tokens": 4096, "max_batch": 1, "scheduling": fcfs})
     with Engine.load(config) as engine:
         client = Recorder(engine)
         branches = [client.context(f"prompt {i}") for i in range(6)]

@@ -102,7 +102,7 @@ def assert_nothing_left(engine: Engine, driver: Driver) -> None:
     assert scheduler.slots.num_free == engine._loop._config.max_batch
     assert scheduler.cache.num_parked == 0
     assert all(tenant.works == tenant.running == tenant.branches == 0 for tenant in scheduler.tenants.all)
-    assert not scheduler._in_flight._held
+    assert not scheduler._in_flight._awaited
     assert not scheduler._deadlines._works
     assert not scheduler._prefilling
     swap = scheduler.cache._swap

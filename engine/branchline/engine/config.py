@@ -33,7 +33,7 @@ class SchedulingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     Attributes:
         policy: "fcfs", "priority", "fair", "deadline", "shortest-remaining", or the import path "package.module:Class" of a
-            class of your own (see `branchline.engine.scheduler.policy`).
+            class of your own (see `branchline.engine.scheduler.policies.base`).
         itl_target_ms: time between a branch's tokens that the prefill budget is adapted to hold; None: the budget is fixed.
         overcommit: pages that may be promised to running work, over the pages that there are. 1.0: running work yields only
             when outputs turn out longer than estimated.

@@ -205,7 +205,7 @@ class StepLoop:
 
     def _count_private_pages(self, now: float) -> None:
         nodes = [branch.strand.node for session in list(self.sessions.values()) for branch in session.branches.values()]
-        self._private_pages = sum(self._tree.describe(node)[3] for node in nodes if node is not None)
+        self._private_pages = sum(self._tree.private_part(node)[0] for node in nodes if node is not None)
         self._count_pages_at = now + PAGE_COUNT_PERIOD_S
 
     def _drain(self) -> None:

@@ -361,8 +361,10 @@ class Turns:
     def _inspect(self, branch: Branch, command: Inspect) -> None:
         strand = branch.strand
         assert strand.node is not None
-        length, shared, shared_pages, private_pages, depth = self._tree.describe(strand.node)
-        length += len(strand.pending)
+        held, _, shared_pages, tail_pages, depth = self._tree.describe(strand.node)
+        private_pages, private_tokens = self._tree.private_part(strand.node)
+        shared, shared_pages = held - private_tokens, shared_pages + tail_pages - private_pages
+        length = held + len(strand.pending)
         emit(branch.session, Info(branch.id, command.request, length, shared, shared_pages, private_pages, depth))
 
     def _refuse(self, branch: Branch, command: Queued) -> None:

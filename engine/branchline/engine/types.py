@@ -390,8 +390,8 @@ class Info(msgspec.Struct, frozen=True, tag="info", tag_field="ev"):
 
     Attributes:
         num_tokens: tokens on the branch, the shared ones included (the K/V of the last one is computed when it's needed).
-        shared_tokens: those of them in segments (of ancestors, possibly read by others).
-        shared_pages, private_pages: pages of those segments; pages of the branch's own tail.
+        shared_tokens: those of them that other branches hold, too.
+        shared_pages, private_pages: pages that other branches read, too; pages that only this one holds.
         depth: segments above the branch.
     """
 
@@ -447,8 +447,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         idle_s: waiting for work.
         waiting_interactive, waiting_batch: those of `waiting` in these classes of service; the rest are standard.
         pages_cached: pages that only the prefix cache holds; they are free as soon as they are needed.
-        pages_private: pages of the branches' own tails, as they were within the last second. What is neither free, cached
-            nor private lies in segments that branches share.
+        pages_private: pages that one branch alone holds, as they were within the last second. What is neither free, cached
+            nor private is shared by branches.
         cached_tokens: tokens of contexts that the prefix cache had, so that they weren't computed.
         preemptions: how often running work had to yield.
         recomputed_tokens: tokens that were computed again because their pages had been given up.

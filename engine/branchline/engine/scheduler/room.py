@@ -17,7 +17,7 @@ from branchline.engine.scheduler.work import Work
 
 # Outputs are promised pages for the length that this share of them doesn't pass.
 _LIKELY = 0.75
-# Whom running work doesn't yield to now is tried again after so many steps.
+# Whom what runs doesn't yield to is tried again after so many steps, or when other work runs.
 _STEPS_BETWEEN_TRIALS = 8
 
 
@@ -42,7 +42,7 @@ class Room:
         self._slots = slots
         self._lengths = lengths
         self._may_yield = config.preemption and type(policy).may_preempt is not Policy.may_preempt
-        self._refused: Work | None = None
+        self._refused: tuple[Work, int] | None = None
         self._trials_to_skip = 0
 
     def check_fits(self, strand: Strand, num_tokens: int) -> None:
@@ -161,13 +161,13 @@ class Room:
     def _is_worth_a_trial(self, work: Work) -> bool:
         if not self._may_yield:
             return False
-        if self._refused is work and self._trials_to_skip > 0:
+        if self._refused == (work, self._slots.version) and self._trials_to_skip > 0:
             self._trials_to_skip -= 1
             return False
         return True
 
     def _refuse(self, work: Work) -> None:
-        self._refused, self._trials_to_skip = work, _STEPS_BETWEEN_TRIALS
+        self._refused, self._trials_to_skip = (work, self._slots.version), _STEPS_BETWEEN_TRIALS
 
     def _candidates(self, work: Work) -> Iterator[Work]:
         for other in self._slots.works.values():

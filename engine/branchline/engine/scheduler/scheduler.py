@@ -27,13 +27,14 @@ from branchline.engine.scheduler.kv_cache import CopyPage, KvCache
 from branchline.engine.scheduler.lengths import OutputLengths
 from branchline.engine.scheduler.policies.find import find_policy
 from branchline.engine.scheduler.queue import WaitingQueue
+from branchline.engine.scheduler.rate import Rate
 from branchline.engine.scheduler.room import Room
 from branchline.engine.scheduler.slots import Slots
 from branchline.engine.scheduler.step_plan import StepPlan
 from branchline.engine.scheduler.step_times import StepTimes
 from branchline.engine.scheduler.strand import Strand
 from branchline.engine.scheduler.tenants import Tenant, Tenants
-from branchline.engine.scheduler.work import Work
+from branchline.engine.scheduler.work import Rank, Work
 from branchline.engine.swap import SwapSpace
 
 Int32Array = npt.NDArray[np.int32]
@@ -100,12 +101,11 @@ class Scheduler:
         self.slots = Slots(max_batch)
         self._room = Room(tree, config, self._policy, self.tenants, self.cache, self.slots, self.lengths)
         self._prefilling: dict[Work, None] = {}
-        self._in_flight = InFlight(self.cache, self.queue, tree.page_tokens, enabled=config.prefix_cache)
+        self._in_flight = InFlight(tree, self.cache, self.queue, enabled=config.prefix_cache)
         self._deadlines = Deadlines(self.slots, self.lengths, self.times)
         self._blocked_since: float | None = None
         self._began = 0.0
-        self._last_end: float | None = None
-        self._ends_per_s = 0.0
+        self._ends = Rate()
 
     @property
     def num_waiting(self) -> int:
@@ -123,7 +123,7 @@ class Scheduler:
         """Raises EngineOverloadedError if so many works more would be too many to wait. Any thread."""
         waiting = self.num_waiting
         if waiting + more > self._max_waiting:
-            rate = self._ends_per_s
+            rate = self._ends.per_second(self._began)
             raise EngineOverloadedError(
                 f"{waiting} requests wait already and {more} more came: at most {self._max_waiting} may; retry later",
                 retry_after_s=min(max((waiting + more - self._max_waiting) / rate, 1.0), 60.0) if rate > 0 else 1.0,
@@ -157,9 +157,7 @@ class Scheduler:
         self.counters.ended += 1
         if ended:
             self.lengths.observe(work.num_generated)
-        if self._last_end is not None and now > self._last_end:
-            self._ends_per_s += 0.05 * (1 / (now - self._last_end) - self._ends_per_s)
-        self._last_end = now
+        self._ends.count(now)
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -292,12 +290,10 @@ class Scheduler:
         self._listener.admitted(work)
         if work.max_tokens and len(strand.pending) == 1:
             self._start_decoding(work, int(strand.pending[0]))
-            work.in_flight = None
         elif work.prefill_left:
             self._prefilling[work] = None
             self._in_flight.began(work)
         else:
-            work.in_flight = None
             self._computed(work, now)
 
     def _start_decoding(self, work: Work, next_token: int) -> None:
@@ -318,9 +314,8 @@ class Scheduler:
             within = self.times.prefill_within(self._config.itl_target_ms / 1000, decoding)
             # At least a page, so that no prefill stands still.
             budget = budget if within is None else min(budget, max(within, self._tree.page_tokens))
-        share = self._policy.share
         chunks = []
-        for work in sorted(self._prefilling, key=lambda work: (share(work.tenant), work.rank)):
+        for work in sorted(self._prefilling, key=self._prefill_rank):
             count = min(work.prefill_left, budget)
             if count <= 0:
                 break
@@ -328,15 +323,22 @@ class Scheduler:
             chunks.append((work, count))
         return chunks
 
+    def _prefill_rank(self, work: Work) -> tuple[float, Rank]:
+        """Its own, or that of the first of those who wait for what it computes."""
+        share = self._policy.share
+        return min((share(each.tenant), each.rank) for each in (work, *self._in_flight.led_by(work)))
+
     def _chunk_computed(self, work: Work, count: int, now: float) -> None:
         strand, slot = work.strand, work.slot
         assert slot is not None
         length = strand.held(self._tree)
-        self.counters.recomputed_tokens += max(min(strand.computed, length) - (length - count), 0)
+        again = max(min(strand.computed, length) - (length - count), 0)
+        self.counters.recomputed_tokens += again
         strand.computed = max(strand.computed, length)
         strand.pending = strand.pending[count:]
-        self.slots.prefilled(slot, count)
+        self.slots.prefilled(slot, count, again)
         if work.prefill_left:
+            self._in_flight.went_on(work)
             return
         del self._prefilling[work]
         self.cache.insert(strand)

@@ -18,19 +18,23 @@ class Slots:
 
     Attributes:
         works: by slot.
+        version: changes whenever other work runs.
         samples: [max_batch] bool: the slot's row wants a token in the next step.
     """
 
     def __init__(self, max_batch: int) -> None:
         self.works: dict[int, Work] = {}
+        self.version = 0
         self.samples = np.zeros(max_batch, np.bool_)
         self._free = list(range(max_batch - 1, -1, -1))
         # Of the work in each slot: tokens of K/V that it was promised pages for, tokens prefilled and generated since it has
-        # the slot, and how many of these its tenant was charged for; generated before.
+        # the slot, and what of these its tenant pays and was charged for (not what was lost and is computed again);
+        # generated before.
         self._runs = np.zeros(max_batch, np.bool_)
         self._promised = np.zeros(max_batch, np.int64)
         self._prefilled = np.zeros(max_batch, np.int64)
         self._generated = np.zeros(max_batch, np.int64)
+        self._paid_prefill = np.zeros(max_batch, np.int64)
         self._prefilled_charged = np.zeros(max_batch, np.int64)
         self._generated_charged = np.zeros(max_batch, np.int64)
         self._generated_before = np.zeros(max_batch, np.int64)
@@ -45,11 +49,18 @@ class Slots:
         """Give the work a slot, and K/V for `promised` tokens."""
         slot = work.slot = self._free.pop()
         self.works[slot] = work
+        self.version += 1
         self.samples[slot] = False
         self._runs[slot] = True
         self._promised[slot] = promised
         self._generated_before[slot] = work.num_generated
-        for counts in (self._prefilled, self._generated, self._prefilled_charged, self._generated_charged):
+        for counts in (
+            self._prefilled,
+            self._paid_prefill,
+            self._generated,
+            self._prefilled_charged,
+            self._generated_charged,
+        ):
             counts[slot] = 0
         self._tenants[slot] = work.tenant.number
         work.tenant.running += 1
@@ -59,11 +70,12 @@ class Slots:
         slot = work.slot
         assert slot is not None
         self.count(work)
-        prefilled = int(self._prefilled[slot] - self._prefilled_charged[slot])
+        prefilled = int(self._paid_prefill[slot] - self._prefilled_charged[slot])
         generated = int(self._generated[slot] - self._generated_charged[slot])
         work.tenant.charge(INPUT_COST * prefilled + OUTPUT_COST * generated, prefilled + generated, now)
-        self._prefilled_charged[slot], self._generated_charged[slot] = self._prefilled[slot], self._generated[slot]
+        self._prefilled_charged[slot], self._generated_charged[slot] = self._paid_prefill[slot], self._generated[slot]
         del self.works[slot]
+        self.version += 1
         self._free.append(slot)
         self.samples[slot] = False
         self._runs[slot] = False
@@ -77,19 +89,20 @@ class Slots:
 
     def charge_all(self, tenants: list[Tenant], now: float) -> None:
         """Bring the tenants' counts up to date. `tenants`: all, by number."""
-        prefilled = self._prefilled - self._prefilled_charged
+        prefilled = self._paid_prefill - self._prefilled_charged
         generated = self._generated - self._generated_charged
         inputs = np.bincount(self._tenants, weights=prefilled)
         outputs = np.bincount(self._tenants, weights=generated)
         for number in np.flatnonzero(inputs + outputs).tolist():
             tokens_in, tokens_out = float(inputs[number]), float(outputs[number])
             tenants[number].charge(INPUT_COST * tokens_in + OUTPUT_COST * tokens_out, int(tokens_in + tokens_out), now)
-        self._prefilled_charged[:] = self._prefilled
+        self._prefilled_charged[:] = self._paid_prefill
         self._generated_charged[:] = self._generated
 
-    def prefilled(self, slot: int, num_tokens: int) -> None:
-        """A chunk of the slot's prefill was computed."""
+    def prefilled(self, slot: int, num_tokens: int, again: int) -> None:
+        """A chunk of the slot's prefill was computed, `again` tokens of it because they had been lost."""
         self._prefilled[slot] += num_tokens
+        self._paid_prefill[slot] += num_tokens - again
 
     def sampled(self, slots: npt.NDArray[np.int32]) -> None:
         """Each of these got a token."""

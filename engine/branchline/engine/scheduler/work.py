@@ -9,6 +9,8 @@ from branchline.engine.scheduler.tenants import Tenant
 from branchline.engine.types import DEFAULT_SERVICE, Service
 
 Rank = tuple[float, ...]
+# A tenant's number, and the bytes of the tokens.
+Prefix = tuple[int, bytes]
 # Steps of priority that a class of service is worth.
 CLASS_STEPS = {"interactive": 10, "standard": 0, "batch": -10}
 
@@ -30,7 +32,7 @@ class Work:
         preempted_s: how long it waited after that.
         yielded_at: since when it waits because it yielded.
         ticket: of its place in the queue; 0: it isn't there.
-        in_flight: the prefix that it is the one to compute (see `Scheduler`).
+        in_flight: the prefix that it computes, or that it waits for (see `InFlight`).
     """
 
     strand: Strand
@@ -48,7 +50,7 @@ class Work:
     preempted_s: float = 0.0
     yielded_at: float | None = None
     ticket: int = 0
-    in_flight: tuple[int, int, bytes] | None = None
+    in_flight: Prefix | None = None
 
     @property
     def deadline(self) -> float | None:
