@@ -23,6 +23,7 @@ from branchline.engine.types import (
     Generate,
     Info,
     Inspect,
+    Pin,
     Race,
     Raced,
     Ready,
@@ -242,6 +243,21 @@ def test_a_tenant_at_its_limit_of_pages_waits_and_others_do_not(tiny_model: Path
         assert all(len(client.output(request).tokens) == 60 for request in requests)
         starts = sorted(client.output(request).finished.timing.queue_s for request in requests)
         assert starts[-1] > 0
+
+
+def test_pinned_branches_count_for_a_tenants_pages(tiny_model: Path) -> None:
+    tenants = {"small": {"max_pages": 10}}
+    with load(tiny_model, blocked_timeout_s=0.2, scheduling={"tenants": tenants}) as engine:
+        client, other = Recorder(engine, "small"), Recorder(engine)
+        pinned = client.context(TokenIds((1,) * 100), pin=True)
+        client.inspect(pinned)
+        late = client.context(TokenIds((2,) * 100))
+        assert other.run(other.context(PROMPT), max_tokens=5, ignore_eos=True).tokens
+        error = client.failure(late).error
+        assert error.code == "tenant_limit"
+        assert "unpin" in error.message
+        client.send(Pin(pinned, False))
+        assert client.run(client.context(TokenIds((2,) * 100)), max_tokens=5, ignore_eos=True).tokens
 
 
 def test_tokens_per_minute_says_when_to_try_again(tiny_model: Path) -> None:

@@ -15,7 +15,8 @@ from branchline.engine.model.sampler import Sampled, Sampler
 from branchline.engine.model.tokenizer import Tokenizer
 from branchline.engine.outbox import emit
 from branchline.engine.results import position_logprobs
-from branchline.engine.scheduler.scheduler import Listener, Scheduler
+from branchline.engine.scheduler.listener import Listener
+from branchline.engine.scheduler.scheduler import Scheduler
 from branchline.engine.scheduler.step_plan import StepPlan
 from branchline.engine.scheduler.work import Work as ScheduledWork
 from branchline.engine.turns import Turns

@@ -132,8 +132,8 @@ class Service(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """How soon work is to be served.
 
     Attributes:
-        priority: higher goes first, within the class of service (-100 to 100).
-        qos: class of service: "interactive" goes before "standard", and that before "batch"; all of them age.
+        priority: higher goes first (-100 to 100).
+        qos: class of service: "interactive" is worth ten steps of priority, "batch" ten less than none.
         deadline_ms: milliseconds from the moment when the command came; work that can no longer end in time is dropped with
             DeadlineError. None: no deadline.
     """

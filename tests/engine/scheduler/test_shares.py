@@ -130,6 +130,18 @@ def test_who_waits_for_a_prefix_lends_its_rank_to_the_one_that_computes_it() -> 
     assert high in bench.ended
 
 
+def test_work_that_yields_keeps_its_rank_where_what_it_lost_can_be_found() -> None:
+    config = SchedulingConfig(policy="shortest-remaining")
+    bench = Bench(config, max_batch=1, max_step_tokens=3000)
+    long = bench.add(list(range(2000)), max_tokens=60)
+    bench.step()
+    bench.step()
+    before = long.rank
+    bench.scheduler._yield(long, bench.now)
+    assert long.expected_tokens < 100
+    assert long.rank < before
+
+
 def test_a_rate_rises_and_falls() -> None:
     rate = Rate()
     assert rate.per_second(5.0) == 0.0

@@ -97,8 +97,17 @@ class Room:
         wanted = self.pages_wanted(work)
         while self._tree.tenant_pages(tenant) - self._tree.tenant_cached_pages(tenant) + wanted > limit:
             if not self._cache.reclaim_from(tenant, work.strand):
-                return work.tenant.running > 0
+                return True
         return False
+
+    def over_limit(self, work: Work) -> TenantLimitError:
+        """What to say of a work that its tenant's pinned branches leave no pages."""
+        tenant = work.strand.tenant
+        held = self._tree.tenant_pages(tenant) - self._tree.tenant_cached_pages(tenant)
+        return TenantLimitError(
+            f"{self.pages_wanted(work)} pages are needed, and tenant {work.tenant.name!r} holds {held} of the "
+            f"{work.tenant.config.max_pages} that it may own with pinned branches: unpin or release some"
+        )
 
     def find(self, work: Work) -> list[Work] | None:
         """Who must yield so that the work can run: nobody, some, or None: it can't run now. Idle branches give up their K/V

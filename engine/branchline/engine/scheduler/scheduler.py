@@ -9,7 +9,6 @@ or copied away, and it waits at its old place. See `KvCache` for why that loses 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +24,7 @@ from branchline.engine.scheduler.deadlines import Deadlines
 from branchline.engine.scheduler.in_flight import InFlight
 from branchline.engine.scheduler.kv_cache import CopyPage, KvCache
 from branchline.engine.scheduler.lengths import OutputLengths
+from branchline.engine.scheduler.listener import Listener
 from branchline.engine.scheduler.policies.find import find_policy
 from branchline.engine.scheduler.queue import WaitingQueue
 from branchline.engine.scheduler.rate import Rate
@@ -38,22 +38,6 @@ from branchline.engine.scheduler.work import Rank, Work
 from branchline.engine.swap import SwapSpace
 
 Int32Array = npt.NDArray[np.int32]
-
-
-class Listener(Protocol):
-    """Told at once, in the engine's thread."""
-
-    def admitted(self, work: Work) -> None:
-        """It has a slot, for the first time or again."""
-
-    def yielded(self, work: Work, slot: int) -> None:
-        """It gave its slot up, and waits."""
-
-    def computed(self, work: Work) -> None:
-        """A work without generation is done, and out."""
-
-    def dropped(self, work: Work, slot: int | None, err: BranchlineError) -> None:
-        """It can't be done, and is out; `slot`: the one that it had."""
 
 
 @dataclass(slots=True)
@@ -104,6 +88,7 @@ class Scheduler:
         self._in_flight = InFlight(tree, self.cache, self.queue, enabled=config.prefix_cache)
         self._deadlines = Deadlines(self.slots, self.lengths, self.times)
         self._blocked_since: float | None = None
+        self._over_limit_since: dict[Tenant, float] = {}
         self._began = 0.0
         self._ends = Rate()
 
@@ -245,7 +230,10 @@ class Scheduler:
                 continue
             if self._room.is_over_limit(work):
                 passed_over.add(work.tenant)
+                if self._is_stuck(work.tenant, now):
+                    self._drop(work, self._room.over_limit(work), now)
                 continue
+            self._over_limit_since.pop(work.tenant, None)
             victims = self._room.find(work)
             if victims is None:
                 break
@@ -254,6 +242,13 @@ class Scheduler:
             self.queue.discard(work)
             self._start(work, now)
         self._refuse_if_blocked(now)
+
+    def _is_stuck(self, tenant: Tenant, now: float) -> bool:
+        """Whether a tenant has been at its limit for long although nothing of it runs: its pinned branches hold the pages."""
+        if tenant.running:
+            self._over_limit_since.pop(tenant, None)
+            return False
+        return now - self._over_limit_since.setdefault(tenant, now) >= self._blocked_timeout_s
 
     def _refuse_if_blocked(self, now: float) -> None:
         """Nothing runs that could free pages, and what waits doesn't fit: wait a while for a release."""
@@ -379,7 +374,8 @@ class Scheduler:
         self._enqueue(work)
 
     def _enqueue(self, work: Work) -> None:
-        work.expected_tokens = len(work.strand.pending) + self._room.expected_output(work)
+        found, _ = self.cache.peek(work.strand)
+        work.expected_tokens = len(work.strand.pending) - found + self._room.expected_output(work)
         work.rank = self._policy.order(work)
         self.cache.park(work.strand)
         self.queue.push(work)

@@ -10,7 +10,8 @@ import numpy as np
 from branchline.engine._core import BranchTree, OutOfBranchesError
 from branchline.engine.config import SchedulingConfig, TenantConfig
 from branchline.engine.errors import BranchlineError
-from branchline.engine.scheduler.scheduler import Listener, Scheduler
+from branchline.engine.scheduler.listener import Listener
+from branchline.engine.scheduler.scheduler import Scheduler
 from branchline.engine.scheduler.slots import INPUT_COST, OUTPUT_COST
 from branchline.engine.scheduler.step_plan import StepPlan
 from branchline.engine.scheduler.strand import Strand
