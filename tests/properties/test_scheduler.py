@@ -62,6 +62,7 @@ def test_nothing_is_lost_and_everything_ends(
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("policy", policy_names())
 @pytest.mark.parametrize("num_pages", [23, 60, 400])
 def test_four_times_overload_for_long(policy: str, num_pages: int) -> None:
