@@ -8,13 +8,15 @@ Where it isn't installed (`make bench-peers`) its figures are null.
 from __future__ import annotations
 
 import json as jsonlib
+import statistics
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from branchline.load.measure import BenchmarkError
+from branchline.engine.errors import ConfigError
 from branchline.load.peers.base import Case
 from branchline.load.peers.race import Race, has_llama_cpp
 from branchline.load.peers.worker import Worker
@@ -27,8 +29,12 @@ GROUPS = Case(prefix=2048, branches=64, groups=8, group_tail=512)
 MANY = Case(prefix=8128, branches=500)  # the model's context ends at 8,192, and the branches must grow
 CASES = {case.name: case for case in (*(Case(prefix=p, branches=n) for p in PREFIXES for n in BRANCHES), TAILS, GROUPS, MANY)}
 SMOKE = ["prefill", *(f"2048x{branches}" for branches in BRANCHES), TAILS.name, "outside"]
+IDENTITY = ("prefix", "branches", "tail", "groups", "group_tail", "tokens", "kv_dtype", "threads")
 OUTSIDE = (1, 16, 64, 500)
 PREFIX = 2048
+ATTENTION = [(PREFIX, branches, kv_dtype) for branches in (1, 64, 500) for kv_dtype in ("float32", "bfloat16", "int8")]
+LINEAR_GOALS = {1: 2.0, 8: 3.5, 16: 3.5, 64: 3.0}
+LINEAR_TURNS = 7
 Results = dict[str, Any]
 
 
@@ -59,7 +65,37 @@ def _first_token(threads: int, peers: bool) -> Results:
         return {"first_token": [{"threads": threads, **product.call("first_token", PREFIX, 64)}]}
 
 
-SECTIONS: dict[str, Callable[[int, bool], Results]] = {"outside": _outside, "first-token": _first_token}
+def _attention(threads: int, peers: bool) -> Results:
+    with Worker("attention", threads=threads) as attention:
+        return {"attention": [attention.call("attend", *case) for case in ATTENTION]}
+
+
+def _linears(threads: int, peers: bool) -> Results:
+    """Turn by turn, the median of each."""
+    contestants = ("linears", "ggml") if peers else ("linears",)
+    rows = []
+    with ExitStack() as stack:
+        workers = {name: stack.enter_context(Worker(name, threads=threads)) for name in contestants}
+        for tokens in LINEAR_GOALS:
+            times: dict[str, list[float]] = {name: [] for name in workers}
+            for turn in range(LINEAR_TURNS + 1):
+                for name, worker in workers.items():
+                    took = float(worker.call("multiply", tokens))
+                    if turn:  # the first one warms up
+                        times[name].append(took * 1e3)
+            ours, ggml = (statistics.median(times[name]) if name in times else None for name in ("linears", "ggml"))
+            assert ours is not None
+            ratio = None if ggml is None else ggml / ours
+            rows.append({"threads": threads, "tokens": tokens, "ours_ms": ours, "ggml_ms": ggml, "ratio": ratio})
+    return {"linears": rows}
+
+
+SECTIONS: dict[str, Callable[[int, bool], Results]] = {
+    "outside": _outside,
+    "first-token": _first_token,
+    "attention": _attention,
+    "linears": _linears,
+}
 NAMES = ["prefill", *CASES, *SECTIONS]
 
 
@@ -73,7 +109,7 @@ def merge(old: Results, new: Results) -> Results:
 
 
 def _identity(row: Results) -> tuple[Any, ...]:
-    return tuple(row.get(key) for key in ("prefix", "branches", "tail", "groups", "group_tail", "threads"))
+    return tuple(row.get(key) for key in IDENTITY)
 
 
 def _ratios(lists: dict[str, list[Results]], threads: int) -> Results:
@@ -105,7 +141,7 @@ def run(
     """Decode many branches of one prefix, against llama.cpp in the same run."""
     names = only or (SMOKE if smoke else NAMES)
     if unknown := [name for name in names if name not in NAMES]:
-        raise BenchmarkError(f"--only {unknown[0]}: there are {', '.join(NAMES)}")
+        raise ConfigError(f"--only {unknown[0]}: there are {', '.join(NAMES)}", param="only")
     before = jsonlib.loads(receipt.read_text()) if receipt is not None and receipt.exists() else {}
     results: Results = merge(before.get("results", {}), {})
     for count in threads or (1, 2):
@@ -134,6 +170,18 @@ def _show(results: Results) -> None:
     for row in results.get("outside", []):
         lines = [Line(f"{name} branches", 100 * share, "%") for name, share in row.items() if name != "threads"]
         show(f"outside the native call, threads: {row['threads']}", lines)
+    for row in results.get("attention", []):
+        lines = [
+            Line("a step's attention", row["step_ms"], "ms"),
+            Line("of sgemm's rate", 100 * row["of_sgemm"], "%", goal=90 if row["branches"] >= 64 else None),
+            Line("of the read bandwidth", 100 * row["of_read"], "%", goal=70 if row["branches"] == 1 else None),
+        ]
+        show(f"attention, {row['kv_dtype']}, {row['prefix']}x{row['branches']}, threads: {row['threads']}", lines)
+    for row in results.get("linears", []):
+        lines = [Line("all linear layers", row["ours_ms"], "ms")]
+        if row["ratio"] is not None:
+            lines += [Line("ggml", row["ggml_ms"], "ms"), Line("ratio", row["ratio"], "×", goal=LINEAR_GOALS[row["tokens"]])]
+        show(f"linear layers of {row['tokens']} tokens, threads: {row['threads']}", lines)
     for row in results.get("first_token", []):
         lines = [Line("first tokens", row["first_token_ms"], "ms"), Line("a step", row["step_ms"], "ms")]
         show(f"64 branches after a fork, threads: {row['threads']}", [*lines, Line("ratio", row["ratio"], "×", goal=1.2)])

@@ -45,6 +45,11 @@ def tokens(count: int, seed: int) -> Tokens:
     return np.random.default_rng(seed).integers(100, 40_000, count).astype(np.int32)
 
 
+def activations(rows: int, cols: int) -> npt.NDArray[np.float32]:
+    """Standard normal inputs of a linear layer [rows, cols], the same for every contestant."""
+    return np.random.default_rng(cols).standard_normal((rows, cols), dtype=np.float32)
+
+
 PREFIX_SEED, GROUP_SEED, TAIL_SEED = 0, 1, 2
 
 

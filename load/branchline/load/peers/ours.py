@@ -65,7 +65,7 @@ class Peer(Contestant):
                 self._compute(child, tokens(what.tail, TAIL_SEED))
         for slot, child in enumerate(self._children):
             tree.join(child, slot, 100 + slot)
-        return {"pages": tree.counters["pages_used"], "tails": "computed for each branch"}
+        return {"pages": tree.num_pages - tree.num_free_pages, "tails": "computed for each branch"}
 
     def step(self) -> float:
         began = self._clock()
