@@ -1,6 +1,6 @@
 """The compiled CPU kernels. Calls release the GIL; arrays must be C-contiguous."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, final
 
 import numpy as np
@@ -106,12 +106,27 @@ class Arena:
     """Memory in which many matrices lie side by side, so that small ones share huge pages too (twice the bandwidth).
 
     A matrix keeps the memory that it lies in, so the arena may go first.
+
+    What lies in one arena can be written to a file and mapped by another: the same matrices packed in the same order then
+    need no packing, and all processes that map the file share its memory.
     """
 
     def __init__(self) -> None: ...
+    @staticmethod
+    def mapped(path: str, nbytes: int) -> Arena:
+        """An arena over the first `nbytes` of a file, mapped for reading. Raises OSError."""
+
     @property
     def nbytes(self) -> int:
         """Handed out so far."""
+
+    @property
+    def is_filled(self) -> bool:
+        """Whether it is mapped: `Matrix.pack` then only looks at the sizes of its parts. It raises ValueError when the file
+        has no more bytes."""
+
+    def write_to(self, write: Callable[[memoryview], object]) -> None:
+        """Call `write` with each block that was handed out, in order: the bytes that `mapped` expects. Lent for the call."""
 
 @final
 class Matrix:

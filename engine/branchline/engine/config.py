@@ -105,6 +105,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             tokens may fall otherwise than in float32. "float32": not rounded, at half the speed.
         quantize: what the native engine makes of weights that the model's files have as plain numbers, while it loads them:
             "q8_0" (8 bits) or "q4_1" (4 bits; the embedding and the head get 8); None: they stay.
+        weights: where the native engine has its packed weights. "private": in memory of its own, in huge pages; "mapped": in
+            a file of the cache folder, which all engines of a machine share in memory, at up to an eighth less speed for a
+            single stream; "auto": mapped by engines that are one of several replicas, else private.
         kv_dtype: of K and V in the page pool; "auto": on native float32 if all weights are, else bfloat16; on torch `dtype`.
             "int8": each token's vector of a head rounded to 8 bits of its own scale; half of bfloat16's memory.
         attention: a backend's module name in `branchline.engine.attention`; "auto" takes the device's best. Torch's only.
@@ -131,6 +134,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     compute: Literal["auto", "native", "torch"] = "auto"
     activations: Literal["int8", "float32"] = "int8"
     quantize: Literal["q8_0", "q4_1"] | None = None
+    weights: Literal["auto", "private", "mapped"] = "auto"
     kv_dtype: Literal["auto", "float32", "bfloat16", "int8"] = "auto"
     attention: str = "auto"
     pool_bytes: int | None = None

@@ -4,13 +4,16 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/unique_ptr.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <vector>
 
 #include "bindings.hpp"
@@ -60,6 +63,24 @@ Matrix pack(const std::string& format, const std::vector<BytesArg>& parts, int64
     for (const BytesArg& part : parts) spans.emplace_back(part.data(), part.size());
     const nb::gil_scoped_release released;
     return Matrix::pack(require_format(format), spans, cols, interleave_halves, arena);
+}
+
+std::unique_ptr<Arena> map_arena(const std::string& path, std::size_t nbytes) {
+    try {
+        return std::make_unique<Arena>(path, nbytes);
+    } catch (const std::system_error& error) {
+        errno = error.code().value();
+        PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
+        throw nb::python_error();
+    }
+}
+
+void write_blocks(const Arena& self, const nb::callable& write) {
+    for (const std::span<const std::byte> block : self.blocks()) {
+        const auto size = static_cast<Py_ssize_t>(block.size());
+        // Lent for the call: the arena holds the memory.
+        write(nb::steal(PyMemoryView_FromMemory(const_cast<char*>(reinterpret_cast<const char*>(block.data())), size, PyBUF_READ)));
+    }
 }
 
 FloatMatrix multiply_rows(const Matrix& self, const FloatsArg& x, ThreadPool& pool, const std::string& epilogue,
@@ -116,7 +137,12 @@ void bind_linear(nb::module_& m) {
     nb::class_<ThreadPool>(m, "ThreadPool", nb::is_final())
         .def(nb::init<int>(), "num_threads"_a)
         .def_prop_ro("num_threads", &ThreadPool::num_threads);
-    nb::class_<Arena>(m, "Arena", nb::is_final()).def(nb::init<>()).def_prop_ro("nbytes", &Arena::num_bytes);
+    nb::class_<Arena>(m, "Arena", nb::is_final())
+        .def(nb::init<>())
+        .def_static("mapped", &map_arena, "path"_a, "nbytes"_a)
+        .def_prop_ro("nbytes", &Arena::num_bytes)
+        .def_prop_ro("is_filled", &Arena::is_filled)
+        .def("write_to", &write_blocks, "write"_a);
     nb::class_<Matrix>(m, "Matrix", nb::is_final())
         .def_static("pack", &pack, "format"_a, "parts"_a, "cols"_a, "interleave_halves"_a = false,
                     "arena"_a = nb::none())

@@ -84,6 +84,7 @@ Matrix Matrix::pack(Format format, std::span<const std::span<const uint8_t>> par
     m.group_bytes_ = GroupShape(m.layout(), cols).bytes;
     const auto bytes = static_cast<std::size_t>(m.num_groups_ * m.group_bytes_);
     m.buffer_ = arena == nullptr ? allocate(bytes) : arena->take(bytes);
+    if (arena != nullptr && arena->is_filled()) return m;
     // Rows that don't exist are zero: they are computed, and dropped.
     for (int64_t g = 0; g < m.num_groups_; ++g) {
         if (m.rows_of(g) < kRows) std::memset(m.buffer_.get() + g * m.group_bytes_, 0, static_cast<std::size_t>(m.group_bytes_));

@@ -56,7 +56,10 @@ def load_engine(config: ServeConfig) -> HostedEngine:
         factory = getattr(importlib.import_module(module), name)
     except AttributeError as err:
         raise ConfigError(f"engine_factory = {config.engine_factory!r}: {err}", param="engine_factory") from err
-    engine: HostedEngine = factory.load(config.engine, logger.info)
+    settings = config.engine
+    if settings.weights == "auto" and config.num_replicas > 1:  # several may lie on one machine
+        settings = msgspec.structs.replace(settings, weights="mapped")
+    engine: HostedEngine = factory.load(settings, logger.info)
     return engine
 
 

@@ -21,6 +21,7 @@ from branchline.engine.attention.native import Backend
 from branchline.engine.config import EngineConfig
 from branchline.engine.errors import UnsupportedModelError
 from branchline.engine.model.config import ModelConfig
+from branchline.engine.model.packed_file import pack_mapped, packed_path
 from branchline.engine.model.resolve import ModelFiles
 from branchline.engine.model.rope import rope_table
 from branchline.engine.model.runner import DTYPES, TIED_HEAD, LoadedModel, Runner, find_model, load_model, load_torch
@@ -148,12 +149,20 @@ def load_native(config: EngineConfig, files: ModelFiles, model_config: ModelConf
     """
     began = time.perf_counter()
     threads = _kernels.ThreadPool(config.threads or available_cores())
-    weights = WeightReader(source, torch.float32, torch.device("cpu"))
-    packer = _Packer(model_config, weights, config.quantize)
     kv_dtype = _kv_dtype(source, config)
     precision: Precision = "int8" if config.activations == "int8" else "exact"
-    llama = packer.pack(threads, config.page_tokens, kv_dtype, precision)
-    weights.finish(optional=TIED_HEAD if model_config.tied_embeddings else frozenset())
+
+    def pack(arena: _kernels.Arena) -> tuple[_Packer, _kernels.LlamaModel]:
+        weights = WeightReader(source, torch.float32, torch.device("cpu"))
+        packer = _Packer(model_config, weights, config.quantize, arena)
+        llama = packer.pack(threads, config.page_tokens, kv_dtype, precision)
+        weights.finish(optional=TIED_HEAD if model_config.tied_embeddings else frozenset())
+        return packer, llama
+
+    if config.weights == "mapped":
+        packer, llama = pack_mapped(packed_path(files, config), pack)
+    else:
+        packer, llama = pack(_kernels.Arena())
     logger.info(
         "%s: %.1f M parameters, %.1f MB of %s, packed in %.2f s",
         files.name, packer.num_parameters / 1e6, llama.nbytes / 1e6, packer.formats, time.perf_counter() - began,
@@ -177,11 +186,11 @@ class _Packer:
         num_parameters: numbers read so far.
     """
 
-    def __init__(self, config: ModelConfig, weights: WeightReader, quantize_to: str | None) -> None:
+    def __init__(self, config: ModelConfig, weights: WeightReader, quantize_to: str | None, arena: _kernels.Arena) -> None:
         self._config = config
         self._weights = weights
         self._quantize_to = quantize_to
-        self._arena = _kernels.Arena()
+        self._arena = arena
         self._bytes_of: Counter[str] = Counter()
         self.num_parameters = 0
 
@@ -258,7 +267,9 @@ class _Packer:
         """(format, bytes) that the packed matrix shall have. `vocabulary`: 4 bits would be too few."""
         form, data = self._weights.raw(name, (rows, cols))
         if self._quantize_to is not None and form in DENSE:
-            form, data = _quantized(form, data, "Q8_0" if vocabulary else self._quantize_to.upper())
+            wanted = "Q8_0" if vocabulary else self._quantize_to.upper()
+            data = _quantized_sizes(data, form, wanted) if self._arena.is_filled else _quantized(form, data, wanted)
+            form = wanted
         self.num_parameters += rows * cols
         self._bytes_of[form] += data.nbytes
         return form, data
@@ -273,7 +284,7 @@ class _Packer:
         return self._vector([f"{stem}.bias" for stem in stems], sizes) if has else None
 
 
-def _quantized(form: str, data: Bytes, wanted: str) -> tuple[str, Bytes]:
+def _quantized(form: str, data: Bytes, wanted: str) -> Bytes:
     kind = GGMLQuantizationType[wanted]
     parts = []
     for begin in range(0, len(data), QUANTIZE_ROWS):
@@ -283,7 +294,14 @@ def _quantized(form: str, data: Bytes, wanted: str) -> tuple[str, Bytes]:
         else:
             values = rows.view(np.float32 if form == "F32" else np.float16).astype(np.float32)
         parts.append(quantize(values, kind))
-    return wanted, np.concatenate(parts)
+    return np.concatenate(parts)
+
+
+def _quantized_sizes(data: Bytes, form: str, wanted: str) -> Bytes:
+    """What `_quantized` gives, but for the contents: nobody reads them where the packed weights are there already."""
+    cols = data.shape[1] // (4 if form == "F32" else 2)
+    block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[wanted]]
+    return np.empty((len(data), cols // block * block_bytes), np.uint8)
 
 
 class NativeRunner(Runner):
