@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import io
 import time
+from collections.abc import Sequence
 
+import msgspec
 import pytest
 from rich.console import Console
 from tests.agents.harness import run, until
@@ -15,7 +17,7 @@ from branchline.agents.receipt import Receipt, Run
 from branchline.agents.testing import ScriptedEngine
 from branchline.agents.view import FanOutView, Steps
 from branchline.engine.errors import ContextLengthError
-from branchline.engine.types import ModelInfo, Ready
+from branchline.engine.types import Append, Command, Context, Generate, ModelInfo, Ready, Service
 
 DOCUMENT = " ".join(f"w{i}" for i in range(100))
 QUESTIONS = [f" question{i}" for i in range(8)]
@@ -45,6 +47,36 @@ def test_one_failure_ends_the_others(engine: ScriptedEngine) -> None:
             await until(lambda: engine.stats().branches == 1, "only the root is left")
 
     run(main())
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_all_its_work_is_served_as_soon_as_was_asked(
+    engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch, apart: bool
+) -> None:
+    given: list[Command] = []
+    submit = engine.submit
+
+    def noting(session: str, commands: Sequence[Command]) -> None:
+        given.extend(commands)
+        submit(session, commands)
+
+    monkeypatch.setattr(engine, "submit", noting)
+
+    async def main() -> None:
+        async with connect(engine) as session:
+            if apart:
+                await ask_apart(session, QUESTIONS, temperature=0, priority=7, qos="batch", deadline_ms=60_000.0)
+            else:
+                root = session.context(DOCUMENT)
+                await fan_out(root, QUESTIONS, temperature=0, priority=7, qos="batch", deadline_ms=60_000.0)
+
+    run(main())
+    service = Service(priority=7, qos="batch", deadline_ms=60_000.0)
+    asked = [command for command in given if isinstance(command, Context if apart else Append)]
+    generations = [command for command in given if isinstance(command, Generate)]
+    assert len(asked) == len(generations) == len(QUESTIONS)
+    assert {command.service for command in (*asked, *generations)} == {service}
+    assert {command.params.temperature for command in generations} == {0}
 
 
 def receipts(engine: ScriptedEngine, apart_questions: list[str]) -> Receipt:
@@ -97,9 +129,17 @@ def test_the_receipt_says_when_answers_differ(engine: ScriptedEngine) -> None:
     assert "7 of 8 identical, token for token; NOT the same: 1 from token 6" in text_of(receipt)
 
 
-def test_the_time_outside_tensor_work_leaves_waiting_out(engine: ScriptedEngine) -> None:
-    import msgspec
+def test_the_receipt_tells_of_preemptions(engine: ScriptedEngine) -> None:
+    receipt = receipts(engine, QUESTIONS)
+    assert "preemptions" not in text_of(receipt)
+    first, *rest = receipt.forked.answers
+    timing = msgspec.structs.replace(first.result.timing, preemptions=3, preempted_s=0.5)
+    first = msgspec.structs.replace(first, result=msgspec.structs.replace(first.result, timing=timing))
+    run = msgspec.structs.replace(receipt.forked, answers=[first, *rest])
+    assert "3, for which the branches waited 0.50 s" in text_of(msgspec.structs.replace(receipt, forked=run))
 
+
+def test_the_time_outside_tensor_work_leaves_waiting_out(engine: ScriptedEngine) -> None:
     before = engine.stats()
     after = msgspec.structs.replace(before, tensor_s=3.0, plan_s=0.75, python_s=0.25, idle_s=100.0)
     assert Run(answers=[], total_s=1.0, before=before, after=after).outside_tensor_work == 0.25

@@ -105,6 +105,10 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True):
             ("outside tensor work", f"{run.outside_tensor_work:.1%} of the time worked: (plan + python) / (these + tensor)"),
             ("whole run", f"{run.total_s:.2f} s, {run.prefill_tokens} tokens prefilled"),
         ]  # fmt: skip
+        timings = [answer.result.timing for answer in answers]
+        if preemptions := sum(timing.preemptions for timing in timings):
+            waited = sum(timing.preempted_s for timing in timings)
+            rows.append(("preemptions", f"{preemptions}, for which the branches waited {waited:.2f} s in all"))
         if self.apart is not None:
             ratio = self.apart.total_s / run.total_s
             rows.append(

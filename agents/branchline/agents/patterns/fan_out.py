@@ -10,7 +10,7 @@ from typing import Protocol, Unpack
 import msgspec
 
 from branchline.agents.branch import Branch
-from branchline.agents.content import ContentLike, Sampling
+from branchline.agents.content import ContentLike, Generating, split_settings
 from branchline.agents.generation import Stream
 from branchline.agents.result import Result
 from branchline.agents.session import Session
@@ -46,7 +46,7 @@ async def fan_out(
     /,
     *,
     watcher: Watcher | None = None,
-    **settings: Unpack[Sampling],
+    **settings: Unpack[Generating],
 ) -> list[Answer]:
     """Fork `root` once for each prompt, append the prompt to its child and generate on all of them at once.
 
@@ -55,7 +55,7 @@ async def fan_out(
     Args:
         root: holds what all prompts share.
         prompts: what to append, one a child.
-        params, settings: as in `Branch.generate`.
+        params, settings: as in `Branch.generate`; `priority`, `qos` and `deadline_ms` are the appended prompts' too.
         watcher: is told about each piece of text.
 
     Raises what `Branch.generate` and awaiting it raise.
@@ -63,9 +63,10 @@ async def fan_out(
     if not prompts:
         return []
     began = time.perf_counter()
+    _, service = split_settings(settings)
     children = root.fork(len(prompts))
     for child, prompt in zip(children, prompts, strict=True):
-        child.append(prompt)
+        child.append(prompt, **service)
     return await _answers(root.session, children, began, params, watcher, settings)
 
 
@@ -76,11 +77,12 @@ async def ask_apart(
     /,
     *,
     watcher: Watcher | None = None,
-    **settings: Unpack[Sampling],
+    **settings: Unpack[Generating],
 ) -> list[Answer]:
     """The same without forks, to compare: each context is made and computed on its own, all at once."""
     began = time.perf_counter()
-    branches = [session.context(content) for content in contexts]
+    _, service = split_settings(settings)
+    branches = [session.context(content, **service) for content in contexts]
     return await _answers(session, branches, began, params, watcher, settings)
 
 
@@ -90,7 +92,7 @@ async def _answers(
     began: float,
     params: SamplingParams | None,
     watcher: Watcher | None,
-    settings: Sampling,
+    settings: Generating,
 ) -> list[Answer]:
     try:
         streams = [branch.stream(params, **settings) for branch in branches]
