@@ -7,6 +7,7 @@ nothing, in the same Ray. The engine's whole page pool is written before it is m
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import subprocess
 import sys
@@ -118,7 +119,7 @@ def _bare(count: int) -> dict[str, dict[str, float]]:
     async def answer(_: Any) -> str:
         return "ok"
 
-    ray.init(include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         serve.start(http_options={"host": "127.0.0.1", "port": _free_port()})
         deployment: Any = serve.deployment(answer, name="Bare", num_replicas=count)
