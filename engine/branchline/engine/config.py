@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from typing import Any, Literal
 
 import msgspec
@@ -123,6 +124,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         threads: compute threads; None: the cores that this process may use.
         session_timeout_s: a session from which nothing was heard for so long is closed and its branches released.
         blocked_timeout_s: a request that lacks pages while nothing runs that could free some is refused after so long.
+        min_step_s: a step takes at least so long: for load tests, which imitate a bigger model or a slower device by it.
         scheduling: who runs, who waits, who yields.
         deterministic_seed: the seed that requests without one draw theirs from; None: from the operating system.
     """
@@ -149,6 +151,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: int | None = None
     session_timeout_s: float = 60.0
     blocked_timeout_s: float = 10.0
+    min_step_s: float = 0.0
     scheduling: SchedulingConfig = SchedulingConfig()
     deterministic_seed: int | None = None
 
@@ -165,6 +168,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name in ("session_timeout_s", "blocked_timeout_s"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} = {getattr(self, name)}: expected more than 0", param=name)
+        if not 0 <= self.min_step_s < math.inf:
+            raise ConfigError(f"min_step_s = {self.min_step_s}: expected a number of seconds, at least 0", param="min_step_s")
         self.scheduling.validate()
         if self.max_step_tokens < self.max_batch:
             raise ConfigError(

@@ -22,6 +22,7 @@ from branchline.engine.errors import ConfigError, EngineClosedError, EngineOverl
 from branchline.engine.loop import StepLoop
 from branchline.engine.model.chat_template import ChatTemplate
 from branchline.engine.model.native import NativeModel, NativeRunner, open_model
+from branchline.engine.model.paced import PacedRunner
 from branchline.engine.model.runner import DTYPES, LoadedModel, ModelRunner, Runner
 from branchline.engine.model.sampler import Sampler
 from branchline.engine.model.sampler_native import NativeSampler
@@ -77,7 +78,7 @@ class Engine:
         self._loop = StepLoop(
             config,
             tree=tree,
-            runner=computed.runner,
+            runner=PacedRunner(computed.runner, config.min_step_s) if config.min_step_s else computed.runner,
             sampler=computed.sampler,
             tokenizer=tokenizer,
             encoder=self._encoder,
