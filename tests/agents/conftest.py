@@ -18,11 +18,15 @@ def application() -> Iterator[RemoteEngine]:
         yield engine
 
 
-@pytest.fixture(params=["local", "http", pytest.param("serve", marks=pytest.mark.serve)])
+WAYS = ["local", "http", *(pytest.param(name, marks=pytest.mark.serve) for name in ("serve", "direct"))]
+
+
+@pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> Iterator[Way]:
-    """A scripted engine, reached over each transport."""
-    if request.param == "serve":
-        yield Way("serve", request.getfixturevalue("application"), lambda: connect("serve:branchline"), None)
+    """A scripted engine, reached over each transport: through Ray's handle, and over a direct channel beside it."""
+    if request.param in ("serve", "direct"):
+        application, direct = request.getfixturevalue("application"), request.param == "direct"
+        yield Way(request.param, application, lambda: connect("serve:branchline", direct=direct), None)
         return
     with ScriptedEngine(reply, step_s=0.001) as engine:
         if request.param == "local":

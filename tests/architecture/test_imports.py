@@ -14,6 +14,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 CLIENT_PARTS_OF_OTHERS = {
     "branchline.orchestrator.protocol",
+    "branchline.orchestrator.wire",
     "branchline.engine.types",
     "branchline.engine.errors",
     # In functions, when an engine is to be loaded in this process.

@@ -52,7 +52,8 @@ def connect(
         progress: called with a line of text before each part of the loading.
         client: a name for the engine's logs and metrics.
         tenant: whom the session's work is done for: its share and limits are settings of the engine (docs/scheduling.md).
-        options: of the transport: for http `headers`, `timeout_s`, `http`; for Ray `replica`.
+        options: of the transport: for http `headers`, `timeout_s`, `http`; for Ray `replica`, and `direct` (False: never a
+            direct channel to the replica).
 
     Raises, when it is awaited or entered: ConnectError, ModelError, ConfigError, EngineClosedError, TenantLimitError.
     """

@@ -216,6 +216,8 @@ class Link:
             async for batch in self._transport.events():
                 for event in batch.events:
                     self._dispatch(event)
+                if batch.error is not None:
+                    raise batch.error.exception()
         except asyncio.CancelledError:
             self.lose(SessionClosedError("the session was closed"))
             raise

@@ -204,13 +204,16 @@ class Channel:
         try:
             async with contextlib.aclosing(self._link.events(self.opened.session, self.replica)) as stream:
                 async for payload in stream:
-                    for event in protocol.decode_events(payload).events:
+                    batch = protocol.decode_events(payload)
+                    for event in batch.events:
                         if isinstance(event, Raced):  # the gateway starts no race
                             continue
                         branch = event.parent if isinstance(event, Forked) else event.branch
                         listener = self._listeners.get(branch)
                         if listener is not None:
                             listener.add(event)
+                    if batch.error is not None:
+                        raise batch.error.exception()
             self._fail(ReplicaUnavailableError(f"engine replica {self.replica} closed the gateway's session; try again"))
         except BranchlineError as err:
             self._fail(err)

@@ -22,6 +22,9 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         dashboard: whether a Ray started by `start` has its dashboard.
         dashboard_port: where the dashboard listens (loopback); Ray takes the next free port when it's taken.
         max_body_bytes: longest request body that the gateway reads.
+        direct_host: the address on which replicas take direct channels from clients, beside Ray; with a wildcard clients are
+            told the node's own. "": none are taken.
+        max_backlog_bytes: about what a session's unread events may take before it is closed with SlowReaderError.
         heartbeat_s: an event stream that has nothing to say says so this often; at most half of `session_timeout_s`.
         metrics_period_s: how often the engine's counters go to Ray's metrics.
         verbose: show what Ray and its workers log.
@@ -37,6 +40,8 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     dashboard: bool = True
     dashboard_port: int = 8265
     max_body_bytes: int = 32 << 20
+    direct_host: str = "127.0.0.1"
+    max_backlog_bytes: int = 32 << 20
     heartbeat_s: float = 5.0
     metrics_period_s: float = 2.0
     verbose: bool = False
@@ -51,7 +56,7 @@ class ServeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             value = getattr(self, name)
             if not 0 < value < 65536:
                 raise ConfigError(f"{name} = {value}: expected a port from 1 to 65535", param=name)
-        for name in ("num_replicas", "max_body_bytes"):
+        for name in ("num_replicas", "max_body_bytes", "max_backlog_bytes"):
             value = getattr(self, name)
             if value < 1:
                 raise ConfigError(f"{name} = {value}: expected at least 1", param=name)

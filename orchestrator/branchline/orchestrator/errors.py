@@ -7,6 +7,8 @@ InvalidRequestError
     └── UnsupportedParameterError    a parameter of OpenAI's API that isn't supported yet    (HTTP 400)
 BranchlineError
 ├── PathNotFoundError            no such path                                                (HTTP 404)
+├── SlowReaderError              a session's events were not read, and it was closed         (HTTP 409)
+├── TokenRefusedError            a direct channel's token is wrong or spent                  (HTTP 401)
 └── ReplicaUnavailableError      the replica went away, or none is up                        (HTTP 503)
 """
 
@@ -38,6 +40,20 @@ class PathNotFoundError(BranchlineError):
 
     code = "path_not_found"
     status = 404
+
+
+class SlowReaderError(BranchlineError):
+    """A session's client reads its events more slowly than they come, by more than the replica keeps. The session is closed."""
+
+    code = "slow_reader"
+    status = 409
+
+
+class TokenRefusedError(BranchlineError):
+    """The token that a direct channel was to be opened with is wrong, was used already, or is too old."""
+
+    code = "token_refused"
+    status = 401
 
 
 class ReplicaUnavailableError(BranchlineError):

@@ -22,7 +22,9 @@ from branchline.engine.errors import (
 )
 from branchline.engine.types import Attach, Command, EngineStats, ErrorInfo, Event, ModelInfo
 from branchline.orchestrator import protocol
+from branchline.orchestrator.direct import DirectServer
 from branchline.orchestrator.mailbox import Mailbox
+from branchline.orchestrator.outbox import Outbox
 from branchline.orchestrator.protocol import (
     Ack,
     CommandBatch,
@@ -34,12 +36,13 @@ from branchline.orchestrator.protocol import (
     StatsReply,
 )
 from branchline.orchestrator.telemetry.log import RequestLog
-from branchline.orchestrator.telemetry.recorder import Recorder, SessionRecorder
+from branchline.orchestrator.telemetry.recorder import Recorder
 
 _P = TypeVar("_P", OpenSession, CommandBatch)
 
 WATCH_PERIOD_S = 1.0
 SEPARATOR = "."
+MAX_BACKLOG_BYTES = 32 << 20
 
 
 class HostedEngine(Protocol):
@@ -53,41 +56,6 @@ class HostedEngine(Protocol):
     def close_session(self, session: str) -> None: ...
     def stats(self) -> EngineStats: ...
     def close(self) -> None: ...
-
-
-class Outbox:
-    """What a session's reader hasn't taken yet. Steps that come while the reader is busy are joined into one batch, so it
-    never holds more than what the engine produced since the last one."""
-
-    def __init__(self, engine_session: str, now: float, recorder: SessionRecorder) -> None:
-        self.engine_session = engine_session
-        self.recorder = recorder
-        self.oldest: float | None = None
-        self.heard = now
-        self.has_reader = False
-        self.closed = False
-        self.filled = asyncio.Event()
-        self._events: list[Event] = []
-
-    def add(self, events: tuple[Event, ...], at: float) -> None:
-        """Append the events of a step that ended `at`, and wake the reader."""
-        if not self.closed:
-            self.oldest = at if self.oldest is None else self.oldest
-            self._events.extend(events)
-            self.filled.set()
-
-    def take(self) -> tuple[Event, ...]:
-        """All that there is, in order; leaves the outbox empty."""
-        events, self._events = tuple(self._events), []
-        self.oldest = None
-        if not self.closed:
-            self.filled.clear()
-        return events
-
-    def close(self) -> None:
-        """Take nothing more; the reader gets what is left and then ends."""
-        self.closed = True
-        self.filled.set()
 
 
 class EngineHost:
@@ -104,17 +72,29 @@ class EngineHost:
         session_timeout_s: float = 60.0,
         heartbeat_s: float = 5.0,
         log: RequestLog | None = None,
+        max_backlog_bytes: int = MAX_BACKLOG_BYTES,
     ) -> None:
-        """Take the engine over: `close` closes it. Must be called with the loop running that all methods run on."""
+        """Take the engine over: `close` closes it. Must be called with the loop running that all methods run on.
+
+        Args:
+            max_backlog_bytes: about what a session's unread events may take before it is closed with SlowReaderError.
+        """
         self.recorder = Recorder(self._busy_s, log)
         self._engine = engine
         self._replica = replica
         self._timeout_s = session_timeout_s
         self._heartbeat_s = heartbeat_s
+        self._max_backlog_bytes = max_backlog_bytes
+        self._direct: DirectServer | None = None
         self._outboxes: dict[str, Outbox] = {}
-        self._mailbox: Mailbox[tuple[Outbox, tuple[Event, ...], float]] = Mailbox(asyncio.get_running_loop(), _deliver)
+        self._mailbox: Mailbox[tuple[Outbox, tuple[Event, ...], float]] = Mailbox(asyncio.get_running_loop(), self._deliver)
         self._failure: BranchlineError | None = None
         self._watchdog = asyncio.create_task(self._watch(), name="branchline-session-watchdog")
+
+    async def listen(self, bind_host: str, published_host: str = "") -> None:
+        """Take direct channels, too. `published_host`: where clients find it; "": at `bind_host`. Raises OSError."""
+        self._direct = DirectServer(self, published_host or bind_host)
+        await self._direct.start(bind_host)
 
     @property
     def engine(self) -> HostedEngine:
@@ -168,11 +148,13 @@ class EngineHost:
             yield protocol.encode(EventBatch(session, outbox.take()))
             while True:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(outbox.filled.wait(), self._heartbeat_s)
+                    async with asyncio.timeout(self._heartbeat_s):
+                        await outbox.filled.wait()
                 began, published = time.perf_counter(), outbox.oldest
                 closed, events = outbox.closed, outbox.take()
-                if events or not closed:
-                    yield protocol.encode(EventBatch(session, events))
+                if events or not closed or outbox.error is not None:
+                    error = None if outbox.error is None else ErrorInfo.of(outbox.error)
+                    yield protocol.encode(EventBatch(session, events, error))
                 if published is not None:
                     now = time.perf_counter()
                     self.recorder.transport(now - began)
@@ -211,6 +193,8 @@ class EngineHost:
     async def close(self) -> None:
         """Close all sessions and the engine. Idempotent."""
         self._watchdog.cancel()
+        if self._direct is not None:
+            await self._direct.close()
         for session in list(self._outboxes):
             self._close(session)
         await asyncio.to_thread(self._engine.close)
@@ -224,13 +208,21 @@ class EngineHost:
         # The engine can't call the sink before a command was submitted, which needs the id that this gives.
         engine_session = self._engine.open_session(sink, request.client, request.tenant)
         session = f"{self._replica}{SEPARATOR}{engine_session}"
-        outbox = Outbox(engine_session, time.monotonic(), self.recorder.session(session))
+        recorder = self.recorder.session(session)
+        outbox = Outbox(session, engine_session, time.monotonic(), recorder, self._max_backlog_bytes)
         slot.append(outbox)
         self._outboxes[session] = outbox
-        return self._opened(session)
+        direct = self._direct.admit(session) if request.direct and self._direct is not None else None
+        return msgspec.structs.replace(self._opened(session), direct=direct)
 
     def _opened(self, session: str) -> SessionOpened:
         return SessionOpened(session=session, replica=self._replica, model=self._engine.info, timeout_s=self._timeout_s)
+
+    def _deliver(self, item: tuple[Outbox, tuple[Event, ...], float]) -> None:
+        outbox, events, at = item
+        outbox.recorder.published(events, at, time.perf_counter())
+        if not outbox.add(events, at):
+            self._close(outbox.session)
 
     def _busy_s(self) -> float:
         stats = self._engine.stats()
@@ -281,12 +273,6 @@ def replica_of(session: str) -> str:
     if not replica or not rest:
         raise SessionNotFoundError(f"{session[:12]!r} isn't the id of a session: open_session gives one", param="session")
     return replica
-
-
-def _deliver(item: tuple[Outbox, tuple[Event, ...], float]) -> None:
-    outbox, events, at = item
-    outbox.recorder.published(events, at, time.perf_counter())
-    outbox.add(events, at)
 
 
 def _refuse(err: BranchlineError) -> bytes:

@@ -48,25 +48,38 @@ MSGPACK: Final = "application/msgpack"
 
 
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Ask for a session. `client` is a name for logs and metrics; `tenant`: whom its work is done for."""
+    """Ask for a session. `client` is a name for logs and metrics; `tenant`: whom its work is done for; `direct`: whether the
+    client would use a direct channel."""
 
     version: int = PROTOCOL_VERSION
     client: str = ""
     tenant: str = ""
+    direct: bool = False
 
 
-class SessionOpened(msgspec.Struct, frozen=True, kw_only=True, tag="opened"):
+class DirectAddress(msgspec.Struct, frozen=True):
+    """Where a replica takes direct channels (wire.py), and the token (a secret) that lets this session's client in, once,
+    within seconds."""
+
+    host: str
+    port: int
+    token: str
+
+
+class SessionOpened(msgspec.Struct, frozen=True, kw_only=True, tag="opened", omit_defaults=True):
     """The session's id (a secret: who knows it can use the session), its replica, and what is served there.
 
     A session whose client sends nothing for `timeout_s` seconds is closed: clients that have nothing to say send a batch
     without commands about three times in that time. (Reading the stream is not enough: Ray doesn't tell a replica that the
-    process that read it was killed.) Over HTTP the gateway does it for as long as the event stream is read.
+    process that read it was killed.) Over HTTP the gateway does it for as long as the event stream is read. `direct` is there
+    if it was asked for and the replica offers it.
     """
 
     session: str
     replica: str
     model: ModelInfo
     timeout_s: float
+    direct: DirectAddress | None = None
 
 
 class Ack(msgspec.Struct, frozen=True, tag="ack"):
@@ -100,11 +113,13 @@ class CommandBatch(msgspec.Struct, frozen=True):
     commands: tuple[Command, ...]
 
 
-class EventBatch(msgspec.Struct, frozen=True):
-    """Events of one session. One engine step gives at most one batch; batches of a slow reader are joined."""
+class EventBatch(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Events of one session. One engine step gives at most one batch; batches of a slow reader are joined, and then a
+    generation's deltas, too. `error`: the session is closed, and why; nothing comes after it."""
 
     session: str
     events: tuple[Event, ...]
+    error: ErrorInfo | None = None
 
 
 class BranchHandle(msgspec.Struct, frozen=True, array_like=True):

@@ -15,6 +15,7 @@ import msgspec
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
+from ray.util import get_node_ip_address
 
 from branchline.engine.errors import BranchlineError, ConfigError
 from branchline.engine.types import ErrorInfo
@@ -27,6 +28,7 @@ from branchline.orchestrator.telemetry.log import RequestLog
 logger = logging.getLogger("ray.serve.branchline")
 MAX_ONGOING_REQUESTS = 4096
 ROUTER: Any = "branchline.orchestrator.router:BranchRouter"
+WILDCARDS = ("0.0.0.0", "::")
 START_ERROR_MARK = "branchline-start-error:"
 
 
@@ -79,7 +81,10 @@ class EngineReplica:
             session_timeout_s=config.engine.session_timeout_s,
             heartbeat_s=config.heartbeat_s,
             log=RequestLog(enabled=config.log_requests),
+            max_backlog_bytes=config.max_backlog_bytes,
         )
+        if config.direct_host:
+            await self._listen(config.direct_host)
         self._metrics = ReplicaMetrics(engine.info)
         self._exporter = asyncio.create_task(self._export(config.metrics_period_s), name="branchline-metrics")
 
@@ -121,6 +126,14 @@ class EngineReplica:
         if hasattr(self, "_exporter"):
             self._exporter.cancel()
             await self._host.close()
+
+    async def _listen(self, bind_host: str) -> None:
+        """Direct channels are an offer: where none can be made, clients go through Ray."""
+        published: str = get_node_ip_address() if bind_host in WILDCARDS else bind_host  # type: ignore[no-untyped-call]
+        try:
+            await self._host.listen(bind_host, published)
+        except OSError as err:
+            logger.warning("no direct channels on %s: %s", bind_host, err)
 
     async def _export(self, period_s: float) -> None:
         while True:

@@ -1,12 +1,14 @@
 """Through a Ray Serve handle. The only module of the SDK that imports Ray.
 
-A session lives on one replica; `options(session_id=<replica>)` takes every call of it there. Ray doesn't cancel a stream
-whose reader went away, so the stream is cancelled here, in `events`' `finally`.
+A session lives on one replica; `options(session_id=<replica>)` takes every call of it there. Where the replica can be reached
+directly, batches and events travel over a connection of the session's own (orchestrator/wire.py), at a fiftieth of the cost;
+else through Ray. Ray doesn't cancel a stream whose reader went away, so the stream is cancelled here, in `events`' `finally`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -33,6 +35,9 @@ from branchline.orchestrator.protocol import (
     decode_reply,
     encode,
 )
+from branchline.orchestrator.wire import DirectConnection
+
+logger = logging.getLogger(__name__)
 
 
 class RayTransport:
@@ -41,9 +46,23 @@ class RayTransport:
     Args:
         handle: the engine deployment's handle.
         replica: which replica to open the session on; "": any.
+        direct: whether to try a direct channel.
+
+    Attributes:
+        connection: the direct channel, if there is one.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], *, client: str = "", tenant: str = "", replica: str = "") -> None:
+    def __init__(
+        self,
+        handle: DeploymentHandle[Any],
+        *,
+        client: str = "",
+        tenant: str = "",
+        replica: str = "",
+        direct: bool = True,
+    ) -> None:
+        self.connection: DirectConnection | None = None
+        self._direct = direct
         self._handle = handle
         self._client = client
         self._tenant = tenant
@@ -55,9 +74,25 @@ class RayTransport:
 
     async def open(self) -> SessionOpened:
         """Open the session. Raises ConnectError when no replica answers."""
-        handle = self._handle.options(session_id=self._replica) if self._replica else self._handle
+        opened = await self._open(self._direct)
+        if opened.direct is None:
+            return opened
         try:
-            opened = await _call(handle, "open_session", encode(OpenSession(client=self._client, tenant=self._tenant)))
+            self.connection = await DirectConnection.open(opened.session, opened.direct)
+            return opened
+        except (OSError, EOFError, BranchlineError) as err:
+            address = f"{opened.direct.host}:{opened.direct.port}"
+            logger.info("no direct channel to replica %s at %s (%s): through Ray", opened.replica, address, err)
+        # The replica may have let us in, and the answer was lost: then that session is over.
+        with contextlib.suppress(BranchlineError):
+            await _call(self._pinned, "close_session", opened.session)
+        return await self._open(False)
+
+    async def _open(self, direct: bool) -> SessionOpened:
+        handle = self._handle.options(session_id=self._replica) if self._replica else self._handle
+        asked = OpenSession(client=self._client, tenant=self._tenant, direct=direct)
+        try:
+            opened = await _call(handle, "open_session", encode(asked))
         except ConnectionLostError as err:
             raise ConnectError(f"no engine replica answers: {err.message}") from err
         if not isinstance(opened, SessionOpened):
@@ -70,10 +105,27 @@ class RayTransport:
 
     async def send(self, commands: Sequence[Command]) -> None:
         """Send the commands to the session's replica; returns when its engine accepted them."""
-        await _call(self._pinned, "submit", encode(CommandBatch(self._session, tuple(commands))))
+        payload = encode(CommandBatch(self._session, tuple(commands)))
+        if self.connection is None:
+            await _call(self._pinned, "submit", payload)
+            return
+        try:
+            reply = decode_reply(await self.connection.submit(payload))
+        except OSError as err:
+            raise ConnectionLostError(f"submit: {err}") from err
+        if isinstance(reply, ErrorReply):
+            raise reply.exception()
 
     async def events(self) -> AsyncIterator[EventBatch]:
         """Read the replica's stream; cancels it when the reader goes away."""
+        if self.connection is not None:
+            try:
+                async with contextlib.aclosing(self.connection.events()) as stream:
+                    async for payload in stream:
+                        yield decode_events(payload)
+            except OSError as err:
+                raise ConnectionLostError(f"events: {err}") from err
+            return
         self._stream = self._pinned.options(stream=True).events.remote(self._session)
         try:
             async for payload in self._stream:
@@ -97,6 +149,9 @@ class RayTransport:
         if self._closed:
             return
         self._closed = True
+        if self.connection is not None:
+            await self.connection.close()  # which closes the session
+            return
         try:
             if self._session:
                 with contextlib.suppress(BranchlineError):
@@ -129,13 +184,15 @@ def _lost(method: str, err: Exception) -> BranchlineError:
     return ConnectionLostError(f"{method}: the engine replica doesn't answer: {type(err).__name__}: {str(err)[:400]}")
 
 
-def make_transport(target: str | DeploymentHandle[Any], *, client: str, tenant: str, replica: str = "") -> RayTransport:
+def make_transport(
+    target: str | DeploymentHandle[Any], *, client: str, tenant: str, replica: str = "", direct: bool = True
+) -> RayTransport:
     """The transport to "serve:<app>", or to the handle of an engine deployment.
 
     Raises ConnectError if Ray isn't initialised here, or no such application runs.
     """
     if not isinstance(target, str):
-        return RayTransport(target, client=client, tenant=tenant, replica=replica)
+        return RayTransport(target, client=client, tenant=tenant, replica=replica, direct=direct)
     app = target.partition(":")[2] or APP_NAME
     if not ray.is_initialized():
         raise ConnectError(
@@ -145,4 +202,4 @@ def make_transport(target: str | DeploymentHandle[Any], *, client: str, tenant: 
         handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, app)
     except (RayError, RayServeException, KeyError) as err:
         raise ConnectError(f"{target!r}: no Serve application {app!r} runs here: {err}") from err
-    return RayTransport(handle, client=client, tenant=tenant, replica=replica)
+    return RayTransport(handle, client=client, tenant=tenant, replica=replica, direct=direct)
