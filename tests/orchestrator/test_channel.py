@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import contextvars
+import socket
 from collections.abc import AsyncGenerator, AsyncIterator
 
 import pytest
@@ -203,6 +204,61 @@ def test_a_channel_does_not_belong_to_the_request_that_needed_it_first() -> None
             assert {method for method, _ in seen} >= {"describe", "open_session", "events", "submit"}
             assert {name for _, name in seen} == {"none"}
             await backend.close()
+
+    asyncio.run(run())
+
+
+def test_where_a_replica_takes_direct_channels_nothing_goes_through_the_link() -> None:
+    async def run() -> None:
+        async with linked() as link:
+            await link.hosts["r1"].listen("127.0.0.1")
+            channel = await Channel.open(link, replica="r1")
+            listeners = [ask(channel, f"prompt {i}") for i in range(4)]
+            texts = await asyncio.gather(*map(text_of, listeners))
+            assert [len(text) for text in texts] == [5] * 4
+            assert link.batches == []
+            assert link.hosts["r1"].engine.stats().branches == 4
+            await channel.close()
+            for _ in range(500):
+                if not link.hosts["r1"].engine.stats().sessions:
+                    return
+                await asyncio.sleep(0.01)
+            raise AssertionError("the session is still there")
+
+    asyncio.run(run())
+
+
+def test_a_direct_channel_that_is_cut_fails_its_listeners() -> None:
+    async def run() -> None:
+        async with linked() as link:
+            await link.hosts["r1"].listen("127.0.0.1")
+            channel = await Channel.open(link, replica="r1")
+            listener = ask(channel, "long", max_tokens=100_000)
+            await listener.next()
+            await link.hosts["r1"].close()
+            with pytest.raises(ReplicaUnavailableError):
+                await asyncio.wait_for(text_of(listener), 5)
+            with pytest.raises(ReplicaUnavailableError):
+                channel.listen(1)
+            await channel.close()
+
+    asyncio.run(run())
+
+
+def test_a_direct_channel_that_cant_be_reached_is_done_without() -> None:
+    async def run() -> None:
+        async with linked() as link:
+            host = link.hosts["r1"]
+            with socket.create_server(("127.0.0.1", 0)) as closed:
+                port = closed.getsockname()[1]
+            await host.listen("127.0.0.1")
+            assert host._direct is not None
+            host._direct._port = port
+            channel = await Channel.open(link, replica="r1")
+            assert len(await text_of(ask(channel, "through the link"))) == 5
+            assert link.batches
+            assert host.engine.stats().sessions == 1
+            await channel.close()
 
     asyncio.run(run())
 

@@ -19,6 +19,7 @@ from branchline.orchestrator import protocol
 from branchline.orchestrator.errors import ReplicaUnavailableError
 from branchline.orchestrator.link import Link
 from branchline.orchestrator.protocol import Ack, ErrorReply, OpenSession, Reply, SessionOpened
+from branchline.orchestrator.wire import DirectConnection
 
 logger = logging.getLogger(__name__)
 KEEP_ALIVES_PER_TIMEOUT = 3
@@ -36,6 +37,10 @@ def read_reply(payload: bytes, expected: type[R]) -> R:
     if not isinstance(reply, expected):
         raise ReplicaUnavailableError(f"a replica answered {type(reply).__name__}, expected {expected.__name__}")
     return reply
+
+
+async def _open(link: Link, request: OpenSession, replica: str | None) -> SessionOpened:
+    return read_reply(await link.call("open_session", protocol.encode(request), replica=replica), SessionOpened)
 
 
 class Listener:
@@ -79,9 +84,10 @@ class Channel:
     are refused together.
     """
 
-    def __init__(self, link: Link, opened: SessionOpened) -> None:
-        """Use `open`."""
+    def __init__(self, link: Link, opened: SessionOpened, connection: DirectConnection | None = None) -> None:
+        """Use `open`. `connection`: the session's direct channel, if there is one."""
         self.opened = opened
+        self._connection = connection
         self.error: BranchlineError | None = None
         self._link = link
         self._next_branch = 0
@@ -97,10 +103,18 @@ class Channel:
 
     @classmethod
     async def open(cls, link: Link, *, replica: str | None = None, client: str = "") -> Channel:
-        """Open a session on a replica (None: the one with the shortest queue). Raises a BranchlineError."""
-        request = protocol.encode(OpenSession(client=client))
-        opened = read_reply(await link.call("open_session", request, replica=replica), SessionOpened)
-        return cls(link, opened)
+        """Open a session on a replica (None: the one with the shortest queue), over a direct channel where the replica offers
+        one that can be reached. Raises a BranchlineError."""
+        opened = await _open(link, OpenSession(client=client, direct=True), replica)
+        if opened.direct is None:
+            return cls(link, opened)
+        try:
+            return cls(link, opened, await DirectConnection.open(opened.session, opened.direct))
+        except (OSError, EOFError, BranchlineError) as err:
+            logger.info("no direct channel to replica %s (%s): through Ray", opened.replica, err)
+        # The replica may have let us in, and the answer was lost: then that session is over.
+        await link.call("close_session", opened.session, replica=opened.replica)
+        return cls(link, await _open(link, OpenSession(client=client), opened.replica))
 
     @property
     def replica(self) -> str:
@@ -153,6 +167,9 @@ class Channel:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._connection is not None:
+            await self._connection.close()  # which closes the session
+            return
         with contextlib.suppress(BranchlineError):
             await self._link.call("close_session", self.opened.session, replica=self.replica)
 
@@ -198,11 +215,23 @@ class Channel:
     async def _submit(self, commands: list[msgspec.Raw]) -> None:
         # A CommandBatch whose commands are encoded already.
         payload = protocol.encode({"session": self.opened.session, "commands": commands})
-        read_reply(await self._link.call("submit", payload, replica=self.replica), Ack)
+        if self._connection is None:
+            reply = await self._link.call("submit", payload, replica=self.replica)
+        else:
+            try:
+                reply = await self._connection.submit(payload)
+            except ConnectionError as err:
+                raise self._lost(err) from err
+        read_reply(reply, Ack)
+
+    def _lost(self, err: ConnectionError) -> ReplicaUnavailableError:
+        return ReplicaUnavailableError(f"engine replica {self.replica} can't be reached ({err}); try again")
 
     async def _read_all(self) -> None:
+        direct = self._connection
+        events = self._link.events(self.opened.session, self.replica) if direct is None else direct.events()
         try:
-            async with contextlib.aclosing(self._link.events(self.opened.session, self.replica)) as stream:
+            async with contextlib.aclosing(events) as stream:
                 async for payload in stream:
                     batch = protocol.decode_events(payload)
                     for event in batch.events:
@@ -217,6 +246,8 @@ class Channel:
             self._fail(ReplicaUnavailableError(f"engine replica {self.replica} closed the gateway's session; try again"))
         except BranchlineError as err:
             self._fail(err)
+        except ConnectionError as err:
+            self._fail(self._lost(err))
         except msgspec.DecodeError as err:
             logger.exception("events of replica %s can't be read", self.replica)
             self._fail(ReplicaUnavailableError(f"events of replica {self.replica} can't be read: {err}"))

@@ -44,8 +44,9 @@ class Branches:
         """POST /v1/sessions: OpenSession -> SessionOpened. An empty body is an OpenSession without anything."""
         body = await read_body(request, self._max_body_bytes)
         given = _decode(request, body, protocol.decode_open, protocol.decode_open_json) if body else OpenSession()
-        if not given.tenant:
-            given = msgspec.structs.replace(given, tenant=request.headers.get(protocol.TENANT_HEADER, ""))
+        # A direct channel is for who is inside: its address and token don't leave through the gateway.
+        tenant = given.tenant or request.headers.get(protocol.TENANT_HEADER, "")
+        given = msgspec.structs.replace(given, tenant=tenant, direct=False)
         replica = await self._backend.quietest()
         reply = await self._backend.link.call("open_session", protocol.encode(given), replica=replica)
         return _answer(request, read_reply(reply, SessionOpened))
