@@ -13,6 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 CLIENT_PARTS_OF_OTHERS = {
+    "branchline.orchestrator.placement",
+    "branchline.orchestrator.prefix",
     "branchline.orchestrator.protocol",
     "branchline.orchestrator.wire",
     "branchline.engine.types",

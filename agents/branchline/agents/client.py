@@ -10,12 +10,14 @@ from inspect import signature
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from branchline.agents.content import ContentLike, to_content
 from branchline.agents.errors import ConnectError
 from branchline.agents.link import Link
 from branchline.agents.session import Session
 from branchline.agents.transport.base import Transport
 from branchline.agents.transport.local import EngineLike, LocalTransport, is_engine
 from branchline.engine.errors import ConfigError, InvalidParameterError
+from branchline.orchestrator.prefix import Prefix, prefix_of
 from branchline.orchestrator.protocol import APP_NAME, BranchHandle
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ def connect(
     progress: Callable[[str], None] | None = None,
     client: str = "",
     tenant: str = "",
+    near: ContentLike | None = None,
     **options: Any,
 ) -> Connection:
     """Open a session: `async with connect(…) as session`, or `session = await connect(…)` and `await session.aclose()`.
@@ -52,12 +55,15 @@ def connect(
         progress: called with a line of text before each part of the loading.
         client: a name for the engine's logs and metrics.
         tenant: whom the session's work is done for: its share and limits are settings of the engine (docs/scheduling.md).
+        near: what the session's first context begins with, as `Session.context` takes it: where there are several replicas the
+            session is opened on one that has it in its prefix cache, unless that one is busier than computing it again is
+            worth (docs/routing.md). Changes nothing in what is generated.
         options: of the transport: for http `headers`, `timeout_s`, `http`; for Ray `replica`, and `direct` (False: never a
             direct channel to the replica).
 
     Raises, when it is awaited or entered: ConnectError, ModelError, ConfigError, EngineClosedError, TenantLimitError.
     """
-    return Connection(target, config, progress, client, tenant, options)
+    return Connection(target, config, progress, client, tenant, near, options)
 
 
 class Connection:
@@ -70,6 +76,7 @@ class Connection:
         progress: Callable[[str], None] | None,
         client: str,
         tenant: str,
+        near: ContentLike | None,
         options: dict[str, Any],
     ) -> None:
         self._target = target
@@ -77,6 +84,7 @@ class Connection:
         self._progress = progress
         self._client = client
         self._tenant = tenant
+        self._near = None if near is None else prefix_of(to_content(near))
         self._options = options
         self._session: Session | None = None
 
@@ -95,7 +103,7 @@ class Connection:
         if self._target is not None and self._config is not None:
             raise ConfigError("config is for an engine that is loaded here (no target); give it to the server instead")
         if self._target is not None:
-            transport, app = _transport_to(self._target, self._client, self._tenant, self._options)
+            transport, app = _transport_to(self._target, self._client, self._tenant, self._near, self._options)
             return await _open_session(transport, app, None)
         engine = await asyncio.to_thread(_load_engine, self._config, self._progress)
         try:
@@ -121,7 +129,7 @@ def _load_engine(config: EngineConfig | None, progress: Callable[[str], None] | 
     return Engine.load(config or EngineConfig(), progress)
 
 
-def _transport_to(target: Any, client: str, tenant: str, options: dict[str, Any]) -> tuple[Transport, str]:
+def _transport_to(target: Any, client: str, tenant: str, near: Prefix | None, options: dict[str, Any]) -> tuple[Transport, str]:
     if isinstance(target, BranchHandle):
         if not target.app:
             raise ConnectError("the handle is of an engine in one process: only sessions of that engine can attach to it")
@@ -143,13 +151,13 @@ def _transport_to(target: Any, client: str, tenant: str, options: dict[str, Any]
     if not name.isidentifier() or find_spec(module) is None:
         raise _no_transport(target)
     make = import_module(module).make_transport
-    known = [option for option in signature(make).parameters if option not in ("target", "client", "tenant")]
+    known = [option for option in signature(make).parameters if option not in ("target", "client", "tenant", "near")]
     for option in options:
         if option not in known:
             raise InvalidParameterError(
                 f"unknown option {option!r} for {target!r}: known are {', '.join(known) or 'none'}", param=option
             )
-    transport: Transport = make(target, client=client, tenant=tenant, **options)
+    transport: Transport = make(target, client=client, tenant=tenant, near=near, **options)
     return transport, app
 
 

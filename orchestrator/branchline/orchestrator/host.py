@@ -23,6 +23,7 @@ from branchline.engine.errors import (
 from branchline.engine.types import Attach, Command, EngineStats, ErrorInfo, Event, ModelInfo
 from branchline.orchestrator import protocol
 from branchline.orchestrator.direct import DirectServer
+from branchline.orchestrator.load_meter import LoadMeter
 from branchline.orchestrator.mailbox import Mailbox
 from branchline.orchestrator.outbox import Outbox
 from branchline.orchestrator.protocol import (
@@ -79,7 +80,8 @@ class EngineHost:
         Args:
             max_backlog_bytes: about what a session's unread events may take before it is closed with SlowReaderError.
         """
-        self.recorder = Recorder(self._busy_s, log)
+        self.load_meter = LoadMeter(engine.info)
+        self.recorder = Recorder(self._busy_s, log, self.load_meter.finished)
         self._engine = engine
         self._replica = replica
         self._timeout_s = session_timeout_s
@@ -125,6 +127,7 @@ class EngineHost:
             if batch.commands:
                 self._engine.submit(outbox.engine_session, tuple(map(self._localised, batch.commands)))
                 outbox.recorder.submitted(batch.commands, began)
+                self.load_meter.submitted(batch.commands, outbox.tenant)
             else:
                 self._engine.touch(outbox.engine_session)
             return protocol.encode(Ack())
@@ -176,6 +179,13 @@ class EngineHost:
         except BranchlineError as err:
             return _refuse(err)
 
+    async def load(self) -> bytes:
+        """-> LoadReply."""
+        try:
+            return protocol.encode(self.load_meter.reply(self._replica, self._engine.stats(), draining=False))
+        except BranchlineError as err:
+            return _refuse(err)
+
     async def describe(self) -> bytes:
         """-> SessionOpened without a session: the replica's name, the served model and the lease."""
         return protocol.encode(self._opened(""))
@@ -210,6 +220,7 @@ class EngineHost:
         session = f"{self._replica}{SEPARATOR}{engine_session}"
         recorder = self.recorder.session(session)
         outbox = Outbox(session, engine_session, time.monotonic(), recorder, self._max_backlog_bytes)
+        outbox.tenant = request.tenant
         slot.append(outbox)
         self._outboxes[session] = outbox
         direct = self._direct.admit(session) if request.direct and self._direct is not None else None

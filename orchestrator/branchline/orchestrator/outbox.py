@@ -29,6 +29,7 @@ class Outbox:
         self.oldest: float | None = None
         self.heard = now
         self.has_reader = False
+        self.tenant = ""
         self.closed = False
         self.error: SlowReaderError | None = None
         self.filled = asyncio.Event()

@@ -1,6 +1,6 @@
 """The wire: what clients and replicas send each other, the same through a Ray handle and over HTTP.
 
-Imports msgspec and `branchline.engine.types` alone, so that a client needs neither Ray nor torch.
+Imports msgspec, `branchline.engine.types` and `prefix` alone, so that a client needs neither Ray nor torch.
 
 A client opens a **session** on one replica, sends **batches of commands** (in order: the next batch goes out when the last
 one was acknowledged) and reads **one stream of event batches** for all of its branches.
@@ -14,6 +14,7 @@ Through a Ray Serve handle the replica's methods are (payloads are msgpack of th
                                                          any item: no such session, or somebody reads it already
     close_session(session: str) -> Reply                 options(session_id=…)
     stats() -> Reply
+    load() -> Reply                                      a LoadReply: what decides where new roots go
     describe() -> SessionOpened                          of no session: the replica's name and what it serves
 
 An OpenAI request, and a session that names no tenant itself, are for the tenant that the header x-branchline-tenant names.
@@ -39,6 +40,7 @@ import msgspec
 
 from branchline.engine.errors import BranchlineError, from_wire
 from branchline.engine.types import Command, EngineStats, ErrorInfo, Event, ModelInfo
+from branchline.orchestrator.prefix import Prefix
 
 PROTOCOL_VERSION: Final = 1
 APP_NAME: Final = "branchline"
@@ -49,12 +51,14 @@ MSGPACK: Final = "application/msgpack"
 
 class OpenSession(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Ask for a session. `client` is a name for logs and metrics; `tenant`: whom its work is done for; `direct`: whether the
-    client would use a direct channel."""
+    client would use a direct channel; `near`: what its first context will begin with (see prefix.py), for a gateway that
+    chooses the replica."""
 
     version: int = PROTOCOL_VERSION
     client: str = ""
     tenant: str = ""
     direct: bool = False
+    near: Prefix | None = None
 
 
 class DirectAddress(msgspec.Struct, frozen=True):
@@ -103,7 +107,35 @@ class StatsReply(msgspec.Struct, frozen=True, tag="stats"):
     stats: EngineStats
 
 
-Reply = SessionOpened | Ack | ErrorReply | StatsReply
+class LoadReply(msgspec.Struct, frozen=True, kw_only=True, tag="load"):
+    """What decides whether new roots go to this replica (see docs/routing.md).
+
+    Attributes:
+        draining: it is about to stop, and takes no new sessions.
+        running, waiting: generations and contexts in the batch; those that wait for a place in it.
+        branches, sessions: alive.
+        pages_free, pages_total: those that only the prefix cache holds are free.
+        prefill_token_s, decode_token_s: seconds that a token of a prompt, and of an output, took lately; None: none yet.
+        output_tokens: of a generation, lately, on average; None: none has ended yet.
+        prefixes: hashes of what the prefix cache probably holds (see prefix.py), joined.
+    """
+
+    replica: str
+    draining: bool
+    running: int
+    waiting: int
+    branches: int
+    sessions: int
+    pages_free: int
+    pages_total: int
+    page_tokens: int
+    prefill_token_s: float | None
+    decode_token_s: float | None
+    output_tokens: float | None
+    prefixes: bytes
+
+
+Reply = SessionOpened | Ack | ErrorReply | StatsReply | LoadReply
 
 
 class CommandBatch(msgspec.Struct, frozen=True):

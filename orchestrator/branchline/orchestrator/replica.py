@@ -113,6 +113,10 @@ class EngineReplica:
         """-> StatsReply."""
         return await self._host.stats()
 
+    async def load(self) -> bytes:
+        """-> LoadReply."""
+        return await self._host.load()
+
     async def describe(self) -> bytes:
         """-> SessionOpened of no session."""
         return await self._host.describe()

@@ -11,6 +11,7 @@ import msgspec
 from branchline.agents.errors import ConnectError, ConnectionLostError
 from branchline.engine.errors import BranchlineError, SessionNotFoundError
 from branchline.engine.types import Command, EngineStats
+from branchline.orchestrator.prefix import Prefix
 from branchline.orchestrator.protocol import (
     EventBatch,
     OpenSession,
@@ -41,6 +42,7 @@ class HttpTransport:
         *,
         client: str = "",
         tenant: str = "",
+        near: Prefix | None = None,
         headers: Mapping[str, str] | None = None,
         timeout_s: float = 30.0,
         http: httpx.AsyncBaseTransport | None = None,
@@ -48,6 +50,7 @@ class HttpTransport:
         self._url = url
         self._client = client
         self._tenant = tenant
+        self._near = near
         self._http = httpx.AsyncClient(base_url=url.rstrip("/"), headers=headers, timeout=timeout_s, transport=http)
         self._session = ""
         self._closed = False
@@ -56,7 +59,7 @@ class HttpTransport:
         """Open the session. Raises ConnectError when nothing, or something else, answers at the URL."""
         try:
             answer = await self._request(
-                "POST", "/v1/sessions", encode_json(OpenSession(client=self._client, tenant=self._tenant))
+                "POST", "/v1/sessions", encode_json(OpenSession(client=self._client, tenant=self._tenant, near=self._near))
             )
             opened = decode_opened_json(answer)
         except ConnectionLostError as err:
@@ -149,9 +152,10 @@ def make_transport(
     *,
     client: str,
     tenant: str,
+    near: Prefix | None = None,
     headers: Mapping[str, str] | None = None,
     timeout_s: float = 30.0,
     http: httpx.AsyncBaseTransport | None = None,
 ) -> HttpTransport:
     """The transport to a URL."""
-    return HttpTransport(target, client=client, tenant=tenant, headers=headers, timeout_s=timeout_s, http=http)
+    return HttpTransport(target, client=client, tenant=tenant, near=near, headers=headers, timeout_s=timeout_s, http=http)

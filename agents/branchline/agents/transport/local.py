@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from branchline.engine.errors import EngineClosedError, SessionNotFoundError
 from branchline.engine.types import Command, EngineStats, Event, ModelInfo
+from branchline.orchestrator.prefix import Prefix
 from branchline.orchestrator.protocol import EventBatch, SessionOpened
 
 TIMEOUT_S = 60.0
@@ -111,6 +112,6 @@ def is_engine(target: Any) -> bool:
     return all(callable(getattr(target, name, None)) for name in ("open_session", "submit", "close_session"))
 
 
-def make_transport(target: EngineLike, *, client: str, tenant: str) -> LocalTransport:
-    """The transport to an engine object."""
+def make_transport(target: EngineLike, *, client: str, tenant: str, near: Prefix | None = None) -> LocalTransport:
+    """The transport to an engine object; there is one, so `near` chooses nothing."""
     return LocalTransport(target, client=client, tenant=tenant)

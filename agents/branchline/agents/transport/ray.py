@@ -21,12 +21,15 @@ from ray.serve.handle import DeploymentHandle
 from branchline.agents.errors import ConnectError, ConnectionLostError
 from branchline.engine.errors import BranchlineError
 from branchline.engine.types import Command, EngineStats
+from branchline.orchestrator.placement import place
+from branchline.orchestrator.prefix import Prefix
 from branchline.orchestrator.protocol import (
     APP_NAME,
     ENGINE_DEPLOYMENT,
     CommandBatch,
     ErrorReply,
     EventBatch,
+    LoadReply,
     OpenSession,
     Reply,
     SessionOpened,
@@ -39,6 +42,8 @@ from branchline.orchestrator.wire import DirectConnection
 
 logger = logging.getLogger(__name__)
 
+BROADCAST_TIMEOUT_S = 10.0
+
 
 class RayTransport:
     """One session of a Serve application.
@@ -46,6 +51,8 @@ class RayTransport:
     Args:
         handle: the engine deployment's handle.
         replica: which replica to open the session on; "": any.
+        near: what the session's first context begins with; without `replica`, it is opened where that is expected to be
+            answered first, which all replicas are asked for.
         direct: whether to try a direct channel.
 
     Attributes:
@@ -60,10 +67,12 @@ class RayTransport:
         tenant: str = "",
         replica: str = "",
         direct: bool = True,
+        near: Prefix | None = None,
     ) -> None:
         self.connection: DirectConnection | None = None
         self._direct = direct
         self._handle = handle
+        self._near = near
         self._client = client
         self._tenant = tenant
         self._replica = replica
@@ -89,7 +98,8 @@ class RayTransport:
         return await self._open(False)
 
     async def _open(self, direct: bool) -> SessionOpened:
-        handle = self._handle.options(session_id=self._replica) if self._replica else self._handle
+        wanted = self._replica or await self._nearest()
+        handle = self._handle.options(session_id=wanted) if wanted else self._handle
         asked = OpenSession(client=self._client, tenant=self._tenant, direct=direct)
         try:
             opened = await _call(handle, "open_session", encode(asked))
@@ -102,6 +112,17 @@ class RayTransport:
         if self._replica and opened.replica != self._replica:
             raise ConnectError(f"replica {self._replica!r} is gone, and its branches with it: make the context again elsewhere")
         return opened
+
+    async def _nearest(self) -> str:
+        """The replica for `near`; "" for any: none was asked for, or none says."""
+        if self._near is None:
+            return ""
+        try:
+            answers = await self._handle.broadcast("load").results_async(timeout_s=BROADCAST_TIMEOUT_S, return_exceptions=True)
+        except (RayError, RayServeException, TimeoutError):
+            return ""
+        replies = [decode_reply(answer) for answer in answers if isinstance(answer, bytes)]
+        return place([reply for reply in replies if isinstance(reply, LoadReply)], self._near.of_tenant(self._tenant)) or ""
 
     async def send(self, commands: Sequence[Command]) -> None:
         """Send the commands to the session's replica; returns when its engine accepted them."""
@@ -185,14 +206,20 @@ def _lost(method: str, err: Exception) -> BranchlineError:
 
 
 def make_transport(
-    target: str | DeploymentHandle[Any], *, client: str, tenant: str, replica: str = "", direct: bool = True
+    target: str | DeploymentHandle[Any],
+    *,
+    client: str,
+    tenant: str,
+    near: Prefix | None = None,
+    replica: str = "",
+    direct: bool = True,
 ) -> RayTransport:
     """The transport to "serve:<app>", or to the handle of an engine deployment.
 
     Raises ConnectError if Ray isn't initialised here, or no such application runs.
     """
     if not isinstance(target, str):
-        return RayTransport(target, client=client, tenant=tenant, replica=replica, direct=direct)
+        return RayTransport(target, client=client, tenant=tenant, replica=replica, near=near, direct=direct)
     app = target.partition(":")[2] or APP_NAME
     if not ray.is_initialized():
         raise ConnectError(
@@ -202,4 +229,4 @@ def make_transport(
         handle = serve.get_deployment_handle(ENGINE_DEPLOYMENT, app)
     except (RayError, RayServeException, KeyError) as err:
         raise ConnectError(f"{target!r}: no Serve application {app!r} runs here: {err}") from err
-    return RayTransport(handle, client=client, tenant=tenant, replica=replica, direct=direct)
+    return RayTransport(handle, client=client, tenant=tenant, replica=replica, near=near, direct=direct)

@@ -12,12 +12,14 @@ from branchline.engine.types import EngineStats, ModelInfo
 from branchline.orchestrator.channel import Channel, read_reply
 from branchline.orchestrator.errors import ReplicaUnavailableError
 from branchline.orchestrator.link import Link
-from branchline.orchestrator.protocol import SessionOpened, StatsReply
+from branchline.orchestrator.placement import Placement
+from branchline.orchestrator.prefix import NO_PREFIX, Prefix
+from branchline.orchestrator.protocol import LoadReply, StatsReply
 from branchline.orchestrator.routing_policy import least_loaded
 from branchline.orchestrator.telemetry.log import RequestLog
 
 logger = logging.getLogger(__name__)
-REFRESH_PERIOD_S = 5.0
+REFRESH_PERIOD_S = 1.0
 RECOVERY_PERIOD_S = 0.5
 
 
@@ -30,6 +32,7 @@ class Backend:
         self.log = log or RequestLog(enabled=False)
         self._num_replicas = num_replicas
         self._channels: dict[str, Channel] = {}
+        self._placement = Placement()
         self._refreshing = asyncio.Lock()
         self._refresher: asyncio.Task[None] | None = None
         self._model: ModelInfo | None = None
@@ -55,15 +58,17 @@ class Backend:
         assert self._model is not None
         return self._model
 
-    async def channel(self) -> Channel:
-        """The channel with the fewest branches of this gateway. Raises ReplicaUnavailableError when no replica is up."""
+    async def channel(self, prefix: Prefix = NO_PREFIX) -> Channel:
+        """The channel to the replica where a new root with this prefix goes. Raises ReplicaUnavailableError when no replica
+        is up."""
         if not self._live():
             # For all requests that wait, so not within this one: Serve would cancel it when this one's client leaves.
             await asyncio.shield(asyncio.create_task(self._refresh(), context=contextvars.Context()))
         live = self._live()
         if not live:
             raise ReplicaUnavailableError("no engine replica is up; try again")
-        return live[least_loaded({name: channel.num_branches for name, channel in live.items()})]
+        chosen = self._placement.place(prefix, live)
+        return live[chosen or least_loaded({name: channel.num_branches for name, channel in live.items()})]
 
     async def stats(self, replica: str | None = None) -> EngineStats:
         """The counters of one replica, or of all together. Raises ReplicaUnavailableError."""
@@ -80,14 +85,9 @@ class Backend:
             raise ReplicaUnavailableError("no engine replica answers; try again")
         return sorted(replies, key=lambda reply: reply.replica)
 
-    async def quietest(self) -> str | None:
-        """The replica that has least to do, by its own account; None when the engines don't say: then any will do."""
-        try:
-            replies = [read_reply(payload, StatsReply) for payload in await self.link.call_all("stats")]
-        except BranchlineError:
-            return None
-        load = {reply.replica: reply.stats for reply in replies}
-        return min(load, key=lambda name: _busyness(load[name]), default=None)
+    def place(self, prefix: Prefix = NO_PREFIX) -> str | None:
+        """The replica for a session whose first context begins like this; None when none is known: then any will do."""
+        return self._placement.place(prefix)
 
     def num_live(self) -> int:
         """Replicas that a request could go to now."""
@@ -107,17 +107,14 @@ class Backend:
                 logger.exception("looking for engine replicas")
 
     async def _refresh(self) -> None:
-        """Open channels to new replicas, drop those that broke."""
+        """Ask all replicas for their load; open channels to new ones, drop those that broke."""
         async with self._refreshing:
-            found = [read_reply(payload, SessionOpened) for payload in await self.link.call_all("describe")]
+            found = [read_reply(payload, LoadReply) for payload in await self.link.call_all("load")]
+            self._placement.update(found)
             for name in [name for name, channel in self._channels.items() if channel.error is not None]:
                 await self._channels.pop(name).close()
-            for opened in found:
-                self._model = opened.model
-                if opened.replica not in self._channels:
-                    channel = await Channel.open(self.link, replica=opened.replica, client="gateway")
+            for load in found:
+                if load.replica not in self._channels:
+                    channel = await Channel.open(self.link, replica=load.replica, client="gateway")
                     self._channels[channel.replica] = channel
-
-
-def _busyness(stats: EngineStats) -> tuple[int, int, int]:
-    return stats.running + stats.waiting, stats.branches, stats.sessions
+                    self._model = channel.opened.model

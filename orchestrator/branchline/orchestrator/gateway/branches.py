@@ -18,6 +18,7 @@ from branchline.orchestrator.channel import read_reply
 from branchline.orchestrator.gateway.asgi import EventStream, read_body, sse
 from branchline.orchestrator.gateway.backend import Backend
 from branchline.orchestrator.host import replica_of
+from branchline.orchestrator.prefix import NO_PREFIX
 from branchline.orchestrator.protocol import MSGPACK, Ack, CommandBatch, EventBatch, OpenSession, SessionOpened
 
 T = TypeVar("T")
@@ -47,7 +48,7 @@ class Branches:
         # A direct channel is for who is inside: its address and token don't leave through the gateway.
         tenant = given.tenant or request.headers.get(protocol.TENANT_HEADER, "")
         given = msgspec.structs.replace(given, tenant=tenant, direct=False)
-        replica = await self._backend.quietest()
+        replica = self._backend.place((given.near or NO_PREFIX).of_tenant(tenant))
         reply = await self._backend.link.call("open_session", protocol.encode(given), replica=replica)
         return _answer(request, read_reply(reply, SessionOpened))
 

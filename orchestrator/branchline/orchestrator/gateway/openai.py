@@ -19,6 +19,7 @@ from branchline.orchestrator.gateway.backend import Backend
 from branchline.orchestrator.gateway.generation import Generation
 from branchline.orchestrator.gateway.requests import ChatRequest, CompletionRequest, Job, parse_chat, parse_completion
 from branchline.orchestrator.gateway.responses import ChunkWriter, Collector, Kind
+from branchline.orchestrator.prefix import prefix_of
 from branchline.orchestrator.protocol import TENANT_HEADER, encode_json, openai_error
 
 logger = logging.getLogger(__name__)
@@ -66,7 +67,7 @@ class OpenAI:
         job = msgspec.structs.replace(job, tenant=request.headers.get(TENANT_HEADER))
         model = await self._backend.model()
         _check_model(body.model, model)
-        channel = await self._backend.channel()
+        channel = await self._backend.channel(prefix_of(job.contents[0]).of_tenant(job.tenant or ""))
         generation = Generation(channel, job)
         self._backend.log.asked(channel.opened.session, generation.branches)
         handed_over = False

@@ -99,14 +99,22 @@ class SessionRecorder:
             samples.observe("request_seconds", wall_s, qos)
             samples.observe("request_tax_seconds", tax_s, qos)
         log.finished(self._session, event, qos, tax_s)
+        self._recorder.on_finished(event)
 
 
 class Recorder:
     """The requests of all of a replica's sessions. Used from one loop."""
 
-    def __init__(self, busy_s: Callable[[], float], log: RequestLog | None = None) -> None:
-        """`busy_s`: seconds of tensor work and planning that the engine has done since its start."""
+    def __init__(
+        self,
+        busy_s: Callable[[], float],
+        log: RequestLog | None = None,
+        on_finished: Callable[[Finished], None] = lambda event: None,
+    ) -> None:
+        """`busy_s`: seconds of tensor work and planning that the engine has done since its start. `on_finished` is called
+        for each generation that ended."""
         self.busy_s = busy_s
+        self.on_finished = on_finished
         self.log = log or RequestLog(enabled=False)
         self.samples = Samples()
 
