@@ -8,8 +8,8 @@
 
 So a replica that has the prefix wins until the work there would delay the request by more than computing the prefix again
 costs: that is what 'overloaded' means here. The decode term takes rows as computed one after the other; a device that batches
-better is less busy than it looks, which favours idle replicas. Rates are what the replicas measured lately, on average: they are replicas of one
-engine, and by their own rates one that lately worked in larger batches would look faster than it is.
+better is less busy than it looks, which favours idle replicas. Rates are what the replicas measured lately, on average: they
+are replicas of one engine, and by their own rates one that lately worked in larger batches would look faster than it is.
 """
 
 from __future__ import annotations
